@@ -1,0 +1,118 @@
+"""The axis glossary, and `labelled`, the one door from tensors to xarray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from torch import Tensor
+
+from models.hooked import vocabulary_of
+from models.protocol import Model
+
+AXES: dict[str, str] = {
+    "layer": "block, from 0",
+    "head": "attention head within its block, from 0",
+    "position": "place in the text, from 0",
+    "query_position": "place that attends",
+    "key_position": "place that is attended to",
+    "offset": "query position minus key position",
+    "char": "character of the vocabulary",
+    "query_char": "character that attends",
+    "key_char": "character that is attended to",
+    "source_char": "character that is attended to and moved",
+    "output_char": "character whose logit changes",
+    "neuron": "hidden unit of an MLP, from 0",
+    "d_model": "coordinate of the residual stream",
+    "d_head": "coordinate inside a head",
+    "component": "part that writes to the residual stream, or adds to the logits directly",
+    "sender": "component whose output is followed",
+    "receiver": "input that a sender reaches",
+    "path": "way from an input to the logits",
+    "index": "place in an ordered list, such as singular values from the largest",
+    "step": "training step",
+    "pair": "clean and corrupted text",
+    "batch": "text within a batch",
+}
+UNITS = ("nats", "logits", "probability", "1", "character")
+
+# A variable on its way into a dataset: values, dimensions in order ("layer position"), long name, units.
+Variable = tuple[Any, str, str, str]
+
+
+def labelled(
+    model: Model,
+    tokens: Tensor | None = None,
+    *,
+    components: Sequence[str] | None = None,
+    identity: tuple[str, float] | None = None,
+    note: str | None = None,
+    **variables: Variable,
+) -> xr.Dataset:
+    """Tensors as an `xarray.Dataset` whose dimensions, coordinates and units say what they are.
+
+    Coordinates follow from the dimension's name: numbers from 0; characters for `*char`; the given names for
+    `component`; and for `*position` over a text also the character there, as `<dimension>_char`.
+
+    Args:
+        tokens: ids (position,) of the text that `*position` dimensions run over, if they do.
+        components: names along `component`.
+        identity: for a decomposition, the equation it should satisfy and max |Σ parts − whole|.
+        note: a sentence that a reader of the numbers must know.
+        variables: name = (values, "dim dim", long name, units).
+
+    Raises:
+        ValueError: a word that is not in the glossary, sizes that disagree, or values that are not finite.
+    """
+    coordinates: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    for name, (values, dims, long_name, units) in variables.items():
+        array = _array(values)
+        names = tuple(dims.split())
+        if len(names) != array.ndim:
+            raise ValueError(f"{name}: {array.ndim} axes, but dimensions {dims!r}")
+        if units not in UNITS:
+            raise ValueError(f"{name}: units {units!r} are not among {UNITS}")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"{name} holds values that are not finite; the model or the computation is broken")
+        for dim, size in zip(names, array.shape, strict=True):
+            if dim not in AXES:
+                raise ValueError(f"{name}: {dim!r} is not in the axis glossary")
+            coordinates |= _coordinates(model, dim, size, tokens, components)
+        data[name] = (names, array, {"long_name": long_name, "units": units})
+    dataset = xr.Dataset(data, coords=coordinates)
+    for axis in dataset.dims:
+        dataset[axis].attrs["long_name"] = AXES[str(axis)]
+    if identity is not None:
+        dataset.attrs["identity"], dataset.attrs["identity_error"] = identity[0], float(identity[1])
+    if note is not None:
+        dataset.attrs["note"] = note
+    return dataset
+
+
+def _array(values: Any) -> np.ndarray:
+    if isinstance(values, Tensor):
+        return values.detach().cpu().numpy()
+    array = np.asarray(values)
+    return array.astype(object) if array.dtype.kind == "U" else array
+
+
+def _coordinates(model: Model, dim: str, size: int, tokens: Tensor | None, components: Sequence[str] | None) -> Mapping[str, Any]:
+    if dim == "component":
+        assert components is not None, "a component dimension needs names"
+        return {dim: _strings(components)}
+    if dim.endswith("char"):
+        return {dim: _strings(vocabulary_of(model).characters)}
+    coordinates: dict[str, Any] = {dim: np.arange(size)}
+    if dim.endswith("position") and tokens is not None:
+        characters = vocabulary_of(model).characters
+        coordinates[f"{dim}_char"] = (dim, _strings([characters[number] for number in tokens.tolist()]))
+    return coordinates
+
+
+def _strings(values: Sequence[str]) -> np.ndarray:
+    array = np.empty(len(values), dtype=object)
+    array[:] = list(values)
+    return array

@@ -1,0 +1,1 @@
+"""The GPT, its presets, training, checkpoints and conversion to TransformerLens."""

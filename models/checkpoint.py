@@ -1,0 +1,276 @@
+"""Checkpoints: one folder each, `model.safetensors` beside a readable `config.json`.
+
+    baby/  model.safetensors         weights, float32
+           config.json               architecture, vocabulary, preset, recipe
+           statistics.safetensors    mean activations over the training split (models.statistics)
+           training.csv  README.md   the run and the model card
+           resume/                   while training: latest weights, optimiser, progress
+
+Nothing here is a pickle. A save is one directory, written aside and renamed whole (`replace_directory`), so that a
+process killed at any moment leaves either the old checkpoint or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models.config import ConfigError, GPTConfig, Recipe
+from models.gpt import GPT
+from models.vocabulary import Vocabulary, VocabularyError
+
+WEIGHTS, CONFIG, STATISTICS = "model.safetensors", "config.json", "statistics.safetensors"
+INSTALLED = Path(__file__).resolve().parent.parent / "checkpoints"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, broken or not a checkpoint; the message says what it is and what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A trained GPT with all that belongs to it."""
+
+    path: Path
+    gpt: GPT
+    vocabulary: Vocabulary
+    preset: str | None
+    recipe: Recipe | None
+    statistics: Mapping[str, Tensor]  # empty where the folder has none
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> GPTConfig:
+        return self.gpt.config
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / WEIGHTS).is_file() and (path / CONFIG).is_file()
+
+
+def available() -> dict[str, Path]:
+    """Checkpoints by name: those under ./checkpoints, then those installed with the package."""
+    found: dict[str, Path] = {}
+    for folder in (Path("checkpoints"), INSTALLED):
+        if folder.is_dir():
+            for path in sorted(folder.iterdir()):
+                if is_checkpoint(path):
+                    found.setdefault(path.name, path)
+    return found
+
+
+def find(name: str | Path) -> Path:
+    """The folder of a checkpoint, given its path or its name.
+
+    Raises:
+        CheckpointError: there is none; the message lists the names that exist.
+    """
+    for path in (Path(name), Path("checkpoints") / name, INSTALLED / name):
+        recover(path)
+        if is_checkpoint(path):
+            return path
+    path = Path(name)
+    known = ", ".join(available()) or "none"
+    if path.is_file():
+        raise CheckpointError(f"{path} is {describe_file(path)}; expected the folder of a checkpoint, or one of: {known}")
+    if path.is_dir():
+        lacking = " and ".join(part for part in (WEIGHTS, CONFIG) if not (path / part).is_file())
+        raise CheckpointError(f"the folder {path} has no {lacking}, so it is not a checkpoint; known names: {known}")
+    raise CheckpointError(f"there is no checkpoint {str(name)!r}; give the path of its folder, or one of: {known}")
+
+
+def describe_file(path: Path) -> str:
+    """What a file is, from its first bytes: for messages about wrong files."""
+    with path.open("rb") as file:
+        head = file.read(512)
+    if not head:
+        return "an empty file"
+    if head.startswith(b"version https://git-lfs"):
+        return "a git-lfs pointer, not the weights themselves (run `git lfs pull`)"
+    if head.lstrip()[:1] == b"<":
+        return "an HTML or XML page (a download that went to a web page?)"
+    if head.startswith(b"PK"):
+        return "a zip archive (a PyTorch .pt file?)"
+    if head.startswith(b"\x80"):
+        return "a Python pickle"
+    if head[8:9] == b"{":
+        return "a safetensors file"
+    return "a file of an unknown kind"
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file; a wrong or truncated file is a CheckpointError that says what it is."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        what = describe_file(path)
+        what = "a truncated or damaged safetensors file" if what == "a safetensors file" else what
+        raise CheckpointError(f"{path} is {what}; expected safetensors weights: fetch or train it again ({error})") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path / CONFIG} cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict) or not {"architecture", "vocabulary"} <= values.keys():
+        raise CheckpointError(f"{path / CONFIG}: expected the keys 'architecture' and 'vocabulary'")
+    return values
+
+
+def load(name: str | Path) -> Checkpoint:
+    """Load a checkpoint by name or path, and check it whole.
+
+    Raises:
+        CheckpointError: it is missing, its parts contradict each other, or a weight is not finite.
+    """
+    path = find(name)
+    values = read_config(path)
+    try:
+        config = GPTConfig.from_dict(values["architecture"])
+        vocabulary = Vocabulary(tuple(values["vocabulary"]))
+        recipe = Recipe.from_dict(values["recipe"]) if values.get("recipe") else None
+    except (ConfigError, VocabularyError, TypeError) as error:
+        raise CheckpointError(f"{path / CONFIG}: {error}") from None
+    if len(vocabulary) != config.d_vocab:
+        raise CheckpointError(
+            f"{path / CONFIG}: the vocabulary has {len(vocabulary)} characters, the architecture d_vocab = {config.d_vocab}; "
+            "they must be equal"
+        )
+    gpt = GPT(config)
+    fill(gpt, load_weights(path / WEIGHTS), path / WEIGHTS)
+    statistics = load_weights(path / STATISTICS) if (path / STATISTICS).is_file() else {}
+    return Checkpoint(path, gpt.eval(), vocabulary, values.get("preset"), recipe, statistics)
+
+
+def weights_of(gpt: GPT) -> dict[str, Tensor]:
+    """The model's own tensors, contiguous and on the CPU; a tied unembedding is left out."""
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in gpt.state_dict().items()}
+    if gpt.config.tied:
+        del state["unembedding.weight"]
+    return state
+
+
+def fill(gpt: GPT, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Put tensors into a model after checking names, shapes and finiteness against it."""
+    expected = weights_of(gpt)
+    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing or extra:
+        parts = [f"lacks {missing[0]!r} ({len(missing)} in all)"] if missing else []
+        parts += [f"has {extra[0]!r} ({len(extra)} in all), which the model has not"] if extra else []
+        raise CheckpointError(f"{source} {' and '.join(parts)}; it does not fit the architecture in {CONFIG}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise CheckpointError(
+                f"{source}: {name} has shape {tuple(tensor.shape)}, the architecture in {CONFIG} asks for "
+                f"{tuple(expected[name].shape)}"
+            )
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(
+                f"{source}: {name} holds values that are not finite; the training diverged or the file is damaged"
+            )
+    complete = dict(tensors)
+    if gpt.config.tied:
+        complete["unembedding.weight"] = complete["token_embedding.weight"]
+    gpt.load_state_dict({name: tensor.to(torch.float32) for name, tensor in complete.items()})
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, gpt: GPT, vocabulary: Vocabulary, preset: str | None = None, recipe: Recipe | None = None) -> None:
+    """Write weights and configuration into a folder that `replace_directory` gave."""
+    save_file(weights_of(gpt), folder / WEIGHTS)
+    write_config(folder, gpt.config, vocabulary, preset, recipe)
+
+
+def write_config(folder: Path, config: GPTConfig, vocabulary: Vocabulary, preset: str | None, recipe: Recipe | None) -> None:
+    values = {
+        "preset": preset,
+        "architecture": config.to_dict(),
+        "recipe": recipe.to_dict() if recipe else None,
+        "vocabulary": "".join(vocabulary.characters),
+    }
+    (folder / CONFIG).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save(path: str | Path, gpt: GPT, vocabulary: Vocabulary, preset: str | None = None, recipe: Recipe | None = None) -> Path:
+    """Save a model as a checkpoint folder; files beside the weights and the configuration stay as they are.
+
+    Raises:
+        CheckpointError: the folder exists and is something else than a checkpoint.
+    """
+    path = Path(path)
+    with replace_directory(path) as folder:
+        write(folder, gpt, vocabulary, preset, recipe)
+    return path
+
+
+@contextmanager
+def replace_directory(path: Path) -> Iterator[Path]:
+    """Give a folder that starts as a copy of `path` and takes its place whole when the block ends well.
+
+    A block that raises, or a process killed at any moment, leaves `path` as it was: at worst under the name
+    `path.previous`, which `recover` moves back.
+    """
+    path = Path(os.path.abspath(path))
+    recover(path)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is {describe_file(path)}; a checkpoint is a folder: give another path")
+    if path.is_dir() and any(path.iterdir()) and not is_checkpoint(path):
+        raise CheckpointError(f"the folder {path} exists and is not a checkpoint; give another path, so that nothing is lost")
+    aside, previous = path.with_name(path.name + ".saving"), _previous(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        if path.is_dir():
+            shutil.copytree(path, aside)
+        else:
+            aside.mkdir()
+        yield aside
+        if path.is_dir():
+            os.rename(path, previous)
+        os.rename(aside, path)
+        shutil.rmtree(previous, ignore_errors=True)
+    except BaseException:
+        recover(path)
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def recover(path: Path) -> None:
+    """Finish what a killed save left: move `path.previous` back if `path` is gone, drop it if `path` is there."""
+    path = Path(os.path.abspath(path))
+    previous = _previous(path)
+    if not is_checkpoint(previous):
+        return
+    if path.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+    else:
+        os.rename(previous, path)
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(path.name + ".previous")
