@@ -27,8 +27,12 @@ class View:
         return {value for value in values if value is not None}
 
     def fits(self, dataset: xr.Dataset) -> bool:
-        known = {str(name) for name in (*dataset.dims, *dataset.data_vars)}
-        return (self.names() | set(self.at)) <= known
+        dims = {str(dim) for dim in dataset.dims}
+        named = self.names() | set(self.at)
+        shown = self.variables(dataset)
+        if not shown or not named <= dims | set(shown):
+            return False
+        return all(set(dataset[name].dims) == named & dims for name in shown)
 
     def variables(self, dataset: xr.Dataset) -> list[str]:
         """The data variables that the view shows."""
