@@ -11,7 +11,7 @@ from torch import Tensor
 from analyses.axes import labelled
 from analyses.interventions import Edit, intervene
 from analyses.spec import Knob, ScoredText, analysis
-from analyses.stream import character_loss, require_standard, run
+from analyses.stream import UnsupportedModel, character_loss, require_standard, run
 from analyses.views import Bars, Heatmap
 from models.hooked import encode
 from models.protocol import Model
@@ -54,7 +54,7 @@ def ablation(
     """
     require_standard(model)
     if unit == "mlp" and model.cfg.attn_only:
-        raise ValueError("this model has no MLP; give another unit: head, attention or block")
+        raise UnsupportedModel("this model has no MLP; give another unit: head, attention or block")
     tokens = encode(model, text)
     logits, cache = run(model, tokens)
     places = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads if unit == "head" else 1)]

@@ -14,7 +14,7 @@ import xarray as xr
 from analyses.axes import labelled
 from analyses.interventions import Edit, intervene
 from analyses.spec import Character, Knob, analysis
-from analyses.stream import require_standard, run
+from analyses.stream import UnsupportedModel, require_standard, run
 from analyses.views import Heatmap
 from models.hooked import encode, vocabulary_of
 from models.protocol import Model
@@ -75,7 +75,7 @@ def activation_patching(
     """
     require_standard(model)
     if site == "mlp_out" and model.cfg.attn_only:
-        raise ValueError("this model has no MLP; give another site: resid_pre, attn_out or head_z")
+        raise UnsupportedModel("this model has no MLP; give another site: resid_pre, attn_out or head_z")
     texts = {"clean": encode(model, clean), "corrupted": encode(model, corrupted)}
     runs = {name: run(model, tokens) for name, tokens in texts.items()}
     ids = vocabulary_of(model).ids

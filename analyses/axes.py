@@ -9,6 +9,7 @@ import numpy as np
 import xarray as xr
 from torch import Tensor
 
+from models.errors import WorkbenchError
 from models.hooked import vocabulary_of
 from models.protocol import Model
 
@@ -38,6 +39,11 @@ AXES: dict[str, str] = {
 }
 UNITS = ("nats", "logits", "probability", "1", "character")
 
+
+class NotFinite(WorkbenchError):
+    """A result holds NaN or infinity; it is refused rather than shown."""
+
+
 # A variable on its way into a dataset: values, dimensions in order ("layer position"), long name, units.
 Variable = tuple[Any, str, str, str]
 
@@ -64,7 +70,8 @@ def labelled(
         variables: name = (values, "dim dim", long name, units).
 
     Raises:
-        ValueError: a word that is not in the glossary, sizes that disagree, or values that are not finite.
+        ValueError: a word that is not in the glossary, sizes that disagree, or an axis without its names.
+        NotFinite: a value is NaN or infinite.
     """
     coordinates: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -76,7 +83,7 @@ def labelled(
         if units not in UNITS:
             raise ValueError(f"{name}: units {units!r} are not among {UNITS}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ValueError(f"{name} holds values that are not finite; the model or the computation is broken")
+            raise NotFinite(f"{name} holds values that are not finite, so nothing is shown; check the model's weights")
         for dim, size in zip(names, array.shape, strict=True):
             if dim not in AXES:
                 raise ValueError(f"{name}: {dim!r} is not in the axis glossary")

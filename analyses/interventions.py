@@ -16,12 +16,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from models.errors import WorkbenchError
 from models.protocol import Model
 
 CELL_BUDGET = 512 * 2**20  # bytes of activations held at once
 
 
-class InterventionError(RuntimeError):
+class InterventionError(WorkbenchError):
     """An edit did not take place; no number is given in its stead."""
 
 

@@ -10,7 +10,7 @@ import xarray as xr
 
 from analyses.axes import labelled
 from analyses.spec import Knob, Text, analysis
-from analyses.stream import require_standard, run, unembed
+from analyses.stream import UnsupportedModel, require_standard, run, unembed
 from analyses.views import Heatmap, Lines
 from models.hooked import encode, vocabulary_of
 from models.protocol import Model
@@ -52,7 +52,7 @@ def logit_lens(
     """
     require_standard(model)
     if site == "resid_mid" and model.cfg.attn_only:
-        raise ValueError("this model has no MLP, so its blocks have no resid_mid; give resid_pre or resid_post")
+        raise UnsupportedModel("this model has no MLP, so its blocks have no resid_mid; give resid_pre or resid_post")
     tokens = encode(model, text)
     logits, cache = run(model, tokens)
     layers = range(model.cfg.n_layers)

@@ -20,6 +20,7 @@ import torch
 import xarray as xr
 
 from analyses.views import View
+from models.errors import WorkbenchError
 from models.hooked import content_hash, encode, vocabulary_of
 from models.protocol import Model
 
@@ -27,7 +28,7 @@ Cursor = Literal["text", "layer", "head", "position", "char"]
 GROUPS = ("Residual stream", "Attention", "Circuits", "Interventions")
 
 
-class KnobError(ValueError):
+class KnobError(WorkbenchError):
     """A knob has a value that it cannot take; the message gives what was expected, what was got and what to do."""
 
 

@@ -12,10 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from models.errors import WorkbenchError
 from models.protocol import Model
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(WorkbenchError):
     """A model has a part that an analysis cannot take apart exactly; the message names it."""
 
 

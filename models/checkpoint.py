@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.config import ConfigError, GPTConfig, Recipe
+from models.errors import WorkbenchError
 from models.gpt import GPT
 from models.vocabulary import Vocabulary, VocabularyError
 
@@ -34,7 +35,7 @@ WEIGHTS, CONFIG, STATISTICS = "model.safetensors", "config.json", "statistics.sa
 INSTALLED = Path(__file__).resolve().parent.parent / "checkpoints"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(WorkbenchError):
     """A checkpoint is missing, broken or not a checkpoint; the message says what it is and what to do."""
 
 
@@ -48,6 +49,7 @@ class Checkpoint:
     preset: str | None
     recipe: Recipe | None
     statistics: Mapping[str, Tensor]  # empty where the folder has none
+    training: Mapping[str, Any]  # device, corpus, steps, seconds, losses; empty where it is not known
 
     @property
     def name(self) -> str:
@@ -162,7 +164,7 @@ def load(name: str | Path) -> Checkpoint:
     gpt = GPT(config)
     fill(gpt, load_weights(path / WEIGHTS), path / WEIGHTS)
     statistics = load_weights(path / STATISTICS) if (path / STATISTICS).is_file() else {}
-    return Checkpoint(path, gpt.eval(), vocabulary, values.get("preset"), recipe, statistics)
+    return Checkpoint(path, gpt.eval(), vocabulary, values.get("preset"), recipe, statistics, values.get("training") or {})
 
 
 def weights_of(gpt: GPT) -> dict[str, Tensor]:
@@ -200,17 +202,20 @@ def fill(gpt: GPT, tensors: Mapping[str, Tensor], source: Path) -> None:
 # --- saving ----------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, gpt: GPT, vocabulary: Vocabulary, preset: str | None = None, recipe: Recipe | None = None) -> None:
-    """Write weights and configuration into a folder that `replace_directory` gave."""
-    save_file(weights_of(gpt), folder / WEIGHTS)
-    write_config(folder, gpt.config, vocabulary, preset, recipe)
-
-
-def write_config(folder: Path, config: GPTConfig, vocabulary: Vocabulary, preset: str | None, recipe: Recipe | None) -> None:
+def write_config(
+    folder: Path,
+    config: GPTConfig,
+    vocabulary: Vocabulary,
+    preset: str | None = None,
+    recipe: Recipe | None = None,
+    training: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `config.json` into a folder that `replace_directory` gave."""
     values = {
         "preset": preset,
         "architecture": config.to_dict(),
         "recipe": recipe.to_dict() if recipe else None,
+        "training": dict(training) if training else None,
         "vocabulary": "".join(vocabulary.characters),
     }
     (folder / CONFIG).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -224,7 +229,8 @@ def save(path: str | Path, gpt: GPT, vocabulary: Vocabulary, preset: str | None 
     """
     path = Path(path)
     with replace_directory(path) as folder:
-        write(folder, gpt, vocabulary, preset, recipe)
+        save_file(weights_of(gpt), folder / WEIGHTS)
+        write_config(folder, gpt.config, vocabulary, preset, recipe)
     return path
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, get_args
 
+from models.errors import WorkbenchError
+
 Activation = Literal["gelu", "relu"]
 Optimiser = Literal["muon", "adamw"]
 Initialisation = Literal["gpt2", "torch"]
 
 
-class ConfigError(ValueError):
+class ConfigError(WorkbenchError):
     """A configuration field has a value that is not allowed; the message names field, value and what is allowed."""
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from models.errors import WorkbenchError
 from models.vocabulary import Vocabulary
 
 ADDRESS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -24,7 +25,7 @@ TRAINING_SHARE = 0.9  # nanoGPT's split: the first 90 % of the characters train,
 Split = Literal["train", "validation"]
 
 
-class CorpusError(ValueError):
+class CorpusError(WorkbenchError):
     """There is no usable text; the message says what was tried and the ways out."""
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.config import GPTConfig, Initialisation
+from models.config import ConfigError, GPTConfig, Initialisation
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
@@ -141,11 +141,11 @@ class GPT(nn.Module):
             logits (batch, position, d_vocab) and the loss, a scalar, or None.
 
         Raises:
-            ValueError: more positions than n_ctx; there is no position embedding for them.
+            ConfigError: more positions than n_ctx; there is no position embedding for them.
         """
         T = idx.shape[-1]
         if T > self.config.n_ctx:
-            raise ValueError(f"got {T} positions, expected at most n_ctx = {self.config.n_ctx}; crop the context")
+            raise ConfigError(f"got {T} positions, expected at most n_ctx = {self.config.n_ctx}; crop the context")
         positions = torch.arange(T, device=idx.device)
         x = self.dropout(self.token_embedding(idx) + self.position_embedding(positions))
         for block in self.blocks:
@@ -175,7 +175,7 @@ class GPT(nn.Module):
             seed: makes the draw repeatable and leaves torch's global generator alone; None for a fresh draw.
 
         Raises:
-            ValueError: an empty context, a negative temperature, or a top_k below 1.
+            ConfigError: an empty context, a negative temperature, or a top_k below 1.
         """
         was_training = self.training
         self.eval()
@@ -189,13 +189,13 @@ def sample(logits_of, idx: Tensor, n_ctx: int, max_new_tokens: int, temperature:
            top_k: int | None = None, seed: int | None = None) -> Tensor:  # fmt: skip
     """Autoregressive sampling from any function of ids (batch, position) to logits (batch, position, d_vocab)."""
     if idx.shape[-1] == 0:
-        raise ValueError("got an empty context; give at least one character to continue from")
+        raise ConfigError("got an empty context; give at least one character to continue from")
     if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens: got {max_new_tokens}; expected at least 0")
+        raise ConfigError(f"max_new_tokens: got {max_new_tokens}; expected at least 0")
     if not (temperature >= 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature: got {temperature}; expected a number of at least 0 (0 is the likeliest character)")
+        raise ConfigError(f"temperature: got {temperature}; expected a number of at least 0 (0 is the likeliest character)")
     if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: got {top_k}; expected at least 1, or nothing for all characters")
+        raise ConfigError(f"top_k: got {top_k}; expected at least 1, or nothing for all characters")
     generator = torch.Generator(device=idx.device)
     generator.manual_seed(seed) if seed is not None else generator.seed()
     for _ in range(max_new_tokens):

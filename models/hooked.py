@@ -240,7 +240,7 @@ def generate(
 
     Raises:
         VocabularyError: the prompt is empty or has an unknown character.
-        ValueError: a sampling option is out of range (see `models.gpt.GPT.generate`).
+        ConfigError: a sampling option is out of range (see `models.gpt.GPT.generate`).
     """
     vocabulary = vocabulary_of(model)
     if not prompt:

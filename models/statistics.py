@@ -17,6 +17,7 @@ from torch import Tensor
 from models import checkpoint
 from models.checkpoint import Checkpoint
 from models.corpus import Corpus, windows
+from models.errors import WorkbenchError
 from models.hooked import content_hash, hook
 from models.protocol import Model
 
@@ -25,7 +26,7 @@ SITES = ("hook_attn_out", "hook_mlp_out", "hook_resid_pre", "hook_resid_mid", "h
 PREFIX = "mean."
 
 
-class StatisticsError(ValueError):
+class StatisticsError(WorkbenchError):
     """Statistics are missing or belong to other weights; the message says how to make them."""
 
 

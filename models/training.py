@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ from tqdm import tqdm
 from models import checkpoint
 from models.config import GPTConfig, Recipe
 from models.corpus import Corpus, windows
+from models.errors import WorkbenchError
 from models.gpt import GPT
 from models.vocabulary import Vocabulary
 
@@ -39,7 +41,7 @@ COLUMNS = ("step", "training_loss", "validation_loss", "learning_rate_factor", "
 LOG, RESUME = "training.csv", "resume"
 
 
-class TrainingError(RuntimeError):
+class TrainingError(WorkbenchError):
     """Training cannot start or go on; the message says why and what to do. The last save is untouched."""
 
 
@@ -122,6 +124,20 @@ def validation_loss(gpt: GPT, corpus: Corpus, vocabulary: Vocabulary) -> float:
         gpt.train(was_training)
 
 
+def recorded_loss(folder: Path) -> float | None:
+    """The best validation loss in a checkpoint's training.csv; None without one."""
+    return min((float(row["validation_loss"]) for row in read_log(folder)), default=None)
+
+
+def read_log(folder: Path) -> list[dict[str, str]]:
+    """Rows of a checkpoint's training.csv; none without one."""
+    path = folder / LOG
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 # --- saving and going on ---------------------------------------------------------------------------------------------
 
 
@@ -149,13 +165,21 @@ class Run:
     """One training run: model, optimisers, progress, and the folder that they are saved in."""
 
     def __init__(
-        self, config: GPTConfig, recipe: Recipe, vocabulary: Vocabulary, out: Path, device: torch.device, preset: str | None
+        self,
+        config: GPTConfig,
+        recipe: Recipe,
+        corpus: Corpus,
+        vocabulary: Vocabulary,
+        out: Path,
+        device: torch.device,
+        preset: str | None,
     ) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(recipe.seed)
             self.gpt = GPT(config, recipe.initialisation).to(device)
         self.best = checkpoint.weights_of(self.gpt)
-        self.recipe, self.vocabulary, self.out, self.device, self.preset = recipe, vocabulary, out, device, preset
+        self.recipe, self.corpus, self.vocabulary = recipe, corpus, vocabulary
+        self.out, self.device, self.preset = out, device, preset
         self.optimisers = build_optimisers(self.gpt, recipe)
         self.progress = Progress()
 
@@ -163,7 +187,8 @@ class Run:
         """One save, whole: best weights as the checkpoint, latest weights and optimiser state under `resume/`."""
         with checkpoint.replace_directory(self.out) as folder:
             save_file(self.best, folder / checkpoint.WEIGHTS)
-            checkpoint.write_config(folder, self.gpt.config, self.vocabulary, self.preset, self.recipe)
+            config = self.gpt.config
+            checkpoint.write_config(folder, config, self.vocabulary, self.preset, self.recipe, self.account())
             with (folder / LOG).open("w", newline="") as file:
                 log = csv.DictWriter(file, COLUMNS)
                 log.writeheader()
@@ -177,6 +202,19 @@ class Run:
                 groups.append(group)
             state = {"progress": vars(self.progress), "groups": groups}
             (folder / RESUME / "state.json").write_text(json.dumps(state))
+
+    def account(self) -> dict[str, Any]:
+        """How the weights came about, for `config.json` and the model card."""
+        return {
+            "corpus": self.corpus.name,
+            "corpus_sha256": self.corpus.sha256,
+            "device": describe_device(self.device),
+            "torch": torch.__version__,
+            "steps": self.progress.step,
+            "seconds": round(self.progress.seconds, 1),
+            "best_step": self.progress.best_step,
+            "validation_loss": self.progress.best_loss,
+        }
 
     def restore(self) -> None:
         """Take up the last save in `out`."""
@@ -219,6 +257,20 @@ def pick_device(wanted: str = "auto") -> torch.device:
     return torch.device(wanted)
 
 
+def describe_device(device: torch.device) -> str:
+    """A device in words: the GPU's name, or the processor's and the threads used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "mps":
+        return "Apple GPU (MPS)"
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        name = models[0] if models else name
+    return f"CPU ({name}, {torch.get_num_threads()} threads)"
+
+
 def train(
     config: GPTConfig,
     recipe: Recipe,
@@ -253,7 +305,7 @@ def train(
         )
     if not resume and checkpoint.is_checkpoint(out):
         raise TrainingError(f"{out} already holds a checkpoint; go on with --resume, or give another folder with --out")
-    run = Run(config, recipe, vocabulary, out, pick_device(device), preset)
+    run = Run(config, recipe, corpus, vocabulary, out, pick_device(device), preset)
     if resume:
         run.restore()
     ids = corpus.encoded("train", vocabulary), corpus.encoded("validation", vocabulary)

@@ -8,8 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
+from models.errors import WorkbenchError
 
-class VocabularyError(ValueError):
+
+class VocabularyError(WorkbenchError):
     """A text cannot be encoded, or a vocabulary is malformed; the message says what and where."""
 
 

@@ -10,6 +10,7 @@ from matplotlib import rc_context
 
 from analyses import catalogue
 from analyses.views import View
+from models.errors import WorkbenchError
 from workbench.render import matplotlib as renderer
 from workbench.render.plain import marks
 from workbench.render.style import joined, number, visible
@@ -18,7 +19,7 @@ PICTURES, DATA = (".svg", ".pdf", ".png"), (".csv", ".nc")
 FORMATS = PICTURES + DATA
 
 
-class FormatError(ValueError):
+class FormatError(WorkbenchError):
     """A file name has an ending that nothing here writes."""
 
 
@@ -28,6 +29,13 @@ def caption(dataset: xr.Dataset) -> str:
     identity = f"{attrs['identity']}, to {number(attrs['identity_error'])}" if "identity" in attrs else ""
     model = f"{attrs['checkpoint']} ({attrs['checkpoint_id']})" if attrs["checkpoint"] else attrs["checkpoint_id"]
     return joined((attrs["title"], model, identity))
+
+
+def check_format(path: str | Path) -> None:
+    """Refuse a file name, or a bare suffix, that nothing here writes."""
+    suffix = path if str(path).startswith(".") else Path(path).suffix
+    if suffix not in FORMATS:
+        raise FormatError(f"cannot write {str(path)!r}; give a name that ends in one of {' '.join(FORMATS)}")
 
 
 def export(dataset: xr.Dataset, suffix: str, view: View | None = None) -> bytes:
@@ -43,8 +51,7 @@ def export(dataset: xr.Dataset, suffix: str, view: View | None = None) -> bytes:
     Raises:
         FormatError: another suffix.
     """
-    if suffix not in FORMATS:
-        raise FormatError(f"cannot write {suffix or 'a file without an ending'!r}; give a name that ends in {', '.join(FORMATS)}")
+    check_format(suffix)
     if suffix == ".nc":
         return bytes(dataset.to_netcdf(engine="h5netcdf"))
     view = view or catalogue.find(dataset.attrs["analysis"]).fitting_views(dataset)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from functools import singledispatch
 from typing import Any
 
@@ -28,6 +29,8 @@ RC: Any = {
     "axes.prop_cycle": f"cycler('color', {list(style.CATEGORIES)})",
 }
 
+RASTER = 10_000  # a picture of more cells than this is a bitmap inside a vector file, its text still text
+
 
 def figure(marks: Marks, caption: str = "") -> Figure:
     """A finished figure of some marks, with a small caption below."""
@@ -53,7 +56,7 @@ def _(marks: Cells) -> Figure:
     height = max(2.4, rows * cell + 1.3)
     drawn = Figure(figsize=(width, height), layout="constrained")
     axes = drawn.add_subplot()
-    _image(axes, marks.values, marks.colour)
+    _image(axes, marks.values, marks.colour, rasterized=marks.values.size > RASTER)
     _ticks(axes, "x", marks.x, cell, low_detail)
     _ticks(axes, "y", marks.y, cell, low_detail)
     if marks.texts is not None and cell > 0.15:
@@ -75,7 +78,7 @@ def _(marks: Thumbnails) -> Figure:
     for layer in range(layers):
         for head in range(heads):
             axes = grid[layer][head]
-            _image(axes, marks.values[layer, head], marks.colour)
+            _image(axes, marks.values[layer, head], marks.colour, rasterized=marks.values.size > RASTER)
             axes.set_title(f"L{marks.layers.labels[layer]}H{marks.heads.labels[head]}", fontsize=9)
             axes.set_xticks([])
             axes.set_yticks([])
@@ -125,11 +128,10 @@ def _(marks: SignedBars) -> Figure:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _image(axes: Axes, values: np.ndarray, colour: ColourScale) -> None:
-    # The grid of cells is drawn as cells, so that vector formats hold every value at its own edges.
+def _image(axes: Axes, values: np.ndarray, colour: ColourScale, rasterized: bool) -> None:
     axes.pcolormesh(
         np.arange(values.shape[1] + 1) - 0.5, np.arange(values.shape[0] + 1) - 0.5, values,
-        cmap=style.colormap(colour.kind), vmin=colour.low, vmax=colour.high, rasterized=values.size > 20_000,
+        cmap=style.colormap(colour.kind), vmin=colour.low, vmax=colour.high, rasterized=rasterized,
     )  # fmt: skip
     axes.set_ylim(values.shape[0] - 0.5, -0.5)
     axes.set_aspect("equal")
@@ -152,7 +154,9 @@ def _ticks(axes: Axes, side: str, axis: Axis, cell: float, low_detail: bool) -> 
 
 def _colour_bar(drawn: Figure, axes: Axes | list[Axes], colour: ColourScale) -> None:
     mappable = ScalarMappable(Normalize(colour.low, colour.high), style.colormap(colour.kind))
-    drawn.colorbar(mappable, ax=axes, label=_escaped(colour.title), shrink=0.8, aspect=24)
+    height = drawn.get_size_inches()[1]
+    label = "\n".join(textwrap.wrap(_escaped(colour.title), max(14, int(9 * height))))
+    drawn.colorbar(mappable, ax=axes, label=label, shrink=0.9 if height < 4 else 0.7, aspect=6 * height)
 
 
 def _escaped(text: str) -> str:

@@ -58,7 +58,8 @@ def ink_on(value: float, scale: str, low: float, high: float) -> str:
 
 def with_units(name: str, units: str) -> str:
     """An axis or colour bar's title: the long name, and the units unless they are none."""
-    return name if units in ("1", "character") or units == name else f"{name} ({units})"
+    said = units in ("1", "character") or units.rstrip("s") in name
+    return name if said else f"{name} ({units})"
 
 
 def joined(parts: Sequence[str]) -> str:

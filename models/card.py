@@ -1,0 +1,137 @@
+"""The model card: a checkpoint's README.md, written from what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models import checkpoint, reference, statistics
+from models.checkpoint import Checkpoint
+from models.config import parameter_count, parameter_table
+from models.corpus import Corpus, windows
+from models.training import validation_loss
+
+OFFSETS = (0, 1, 2)  # how far back a score looks
+SCORED_WINDOWS = 256
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """Mean attention of every head to the character itself, the previous one, and the one before that."""
+
+    by_offset: Tensor  # offset layer head, 0 to 1
+
+    @property
+    def best_previous(self) -> float:
+        return self.by_offset[1].max().item()
+
+
+@torch.no_grad()
+def head_scores(found: Checkpoint, corpus: Corpus) -> HeadScores:
+    """Mean attention by offset over evenly spaced windows of the validation split.
+
+    For offset o it is the mean of pattern[q, q − o] over all windows and all q ≥ o. The patterns are the reference
+    implementation's, mask and softmax written out.
+    """
+    inputs, _ = windows(corpus.encoded("validation", found.vocabulary), found.config.n_ctx)
+    chosen = inputs[np.unique(np.linspace(0, len(inputs) - 1, SCORED_WINDOWS).astype(int))]
+    patterns = torch.stack(reference.attention_patterns(found.gpt, torch.from_numpy(chosen)))  # layer batch head query key
+    means = [patterns.diagonal(-offset, -2, -1).mean((1, 3)) for offset in OFFSETS if offset < found.config.n_ctx]
+    return HeadScores(torch.stack(means))
+
+
+def write(path: str | Path, corpus: Corpus, beside: str | Path | None = None) -> Path:
+    """Measure a checkpoint's statistics and write its card into its folder.
+
+    Args:
+        beside: a checkpoint of another recipe, whose heads' scores go into the card for comparison.
+
+    Returns:
+        The path of the card.
+    """
+    found = checkpoint.load(path)
+    other = checkpoint.load(beside) if beside is not None else None
+    statistics.add(found.path, corpus)
+    text = card(found, corpus, other)
+    with checkpoint.replace_directory(found.path) as folder:
+        (folder / "README.md").write_text(text, encoding="utf-8")
+    return found.path / "README.md"
+
+
+def card(found: Checkpoint, corpus: Corpus, other: Checkpoint | None = None) -> str:
+    """The card's text, in Markdown."""
+    loss = validation_loss(found.gpt, corpus, found.vocabulary)
+    parts = [f"# {found.preset or found.name}", _what(found), _losses(found, corpus, loss), _recipe(found), _heads(found, corpus)]
+    if other is not None:
+        other_loss = validation_loss(other.gpt, corpus, other.vocabulary)
+        optimiser = other.recipe.optimiser if other.recipe else "unknown"
+        steps = other.training.get("steps", "?")
+        intro = (
+            "## The other recipe\n\nThe same architecture and data, trained for comparison and not shipped: optimiser "
+            f"`{optimiser}`, {steps} steps, validation loss {other_loss:.4f}. The recipe decides what there is to see.\n\n"
+        )
+        parts.append(intro + _score_table(head_scores(other, corpus)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _what(found: Checkpoint) -> str:
+    c = found.config
+    rows = [f"| {t.name} | {t.formula} | {t.parameters:,} |" for t in parameter_table(c)]
+    return (
+        f"A character-level GPT: V = {c.d_vocab} characters, T = {c.n_ctx} positions, d = {c.d_model}, L = {c.n_layers} blocks, "
+        f"H = {c.n_heads} heads, {c.activation.upper()}, {parameter_count(c):,} parameters.\n\n"
+        "| component | formula | parameters |\n|---|---|---:|\n" + "\n".join(rows)
+    )
+
+
+def _losses(found: Checkpoint, corpus: Corpus, loss: float) -> str:
+    return (
+        f"## Loss\n\nValidation loss **{loss:.4f}** nats per character: mean cross-entropy over the whole validation split of "
+        f"`{corpus.name}` (the last 10 % of its characters), in consecutive non-overlapping windows of {found.config.n_ctx}, "
+        "dropout off, float32."
+    )
+
+
+def _recipe(found: Checkpoint) -> str:
+    told = found.training
+    lines = []
+    if told:
+        minutes = told["seconds"] / 60
+        lines.append(
+            f"Trained on `{told['corpus']}` (sha256 `{told['corpus_sha256']}`), on {told['device']}, torch {told['torch']}: "
+            f"{told['steps']:,} steps in {minutes:.0f} minutes on the clock, other work on the machine included; the weights "
+            f"are those of step {told['best_step']:,}, the best by validation loss. `training.csv` has the whole run."
+        )
+    if found.recipe is not None:
+        settings = ", ".join(f"{name} {value}" for name, value in found.recipe.to_dict().items())
+        lines.append(f"Recipe: {settings}; dropout {found.config.dropout}, on attention {found.config.dropout_attention}.")
+    if found.preset and found.recipe is not None:
+        lines.append(
+            f"Again: `workbench train {found.preset} --iterations {found.recipe.iterations} "
+            f"--optimiser {found.recipe.optimiser} --out DIR`."
+        )
+    return "## Training\n\n" + "\n\n".join(lines or ["Nothing is recorded."])
+
+
+def _heads(found: Checkpoint, corpus: Corpus) -> str:
+    scores = head_scores(found, corpus)
+    return (
+        f"## Heads\n\nMean attention to the character itself, to the previous one, and to the one before that, over up to "
+        f"{SCORED_WINDOWS} evenly spaced windows of the validation split. Best previous-character score: "
+        f"**{scores.best_previous:.3f}**.\n\n" + _score_table(scores)
+    )
+
+
+def _score_table(scores: HeadScores) -> str:
+    names = ["itself", "previous character", "the one before"][: len(scores.by_offset)]
+    rows = [
+        f"| L{layer}H{head} | " + " | ".join(f"{value:.3f}" for value in scores.by_offset[:, layer, head].tolist()) + " |"
+        for layer in range(scores.by_offset.shape[1])
+        for head in range(scores.by_offset.shape[2])
+    ]
+    header = "| head | " + " | ".join(names) + " |\n|---" + "|---:" * len(names) + "|\n"
+    return header + "\n".join(rows)

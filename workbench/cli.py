@@ -1,0 +1,271 @@
+"""The command line. Heavy imports happen inside commands, so that `workbench --help` answers at once."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from models.errors import WorkbenchError
+
+if TYPE_CHECKING:
+    from analyses.spec import Analysis, Parameter
+    from models.corpus import Corpus
+
+app = typer.Typer(
+    help="Look inside a tiny GPT: train it, take it apart, export what you see.", no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False,
+)  # fmt: skip
+run_app = typer.Typer(help="Run an analysis and write its picture or its data.", no_args_is_help=True)
+app.add_typer(run_app, name="run")
+
+Data = Annotated[Path | None, typer.Option("--data", help="A UTF-8 text instead of Tiny Shakespeare.")]
+CheckpointName = Annotated[str, typer.Option("--checkpoint", help="Name or folder of a checkpoint.")]
+
+
+@run_app.callback()
+def _run() -> None:
+    """Run an analysis and write its picture (.svg .pdf .png) or its data (.csv .nc)."""
+
+
+# --- looking ---------------------------------------------------------------------------------------------------------
+
+
+@app.command("list")
+def list_checkpoints() -> None:
+    """List the checkpoints at hand."""
+    from models.checkpoint import available, load
+    from models.config import parameter_count
+    from models.training import recorded_loss
+
+    for name, path in available().items():
+        found, loss = load(path), recorded_loss(path)
+        told = "" if loss is None else f"validation loss {loss:.4f}"
+        typer.echo(f"{name:20} {parameter_count(found.config):>12,} parameters   {told:24} {path}")
+
+
+@app.command()
+def analyses() -> None:
+    """List the analyses."""
+    from analyses.catalogue import ANALYSES
+
+    for analysis in ANALYSES:
+        typer.echo(f"{analysis.slug:22} {analysis.summary}")
+
+
+@app.command()
+def verify(name: Annotated[str, typer.Argument(help="Name or folder of a checkpoint.")] = "baby", data: Data = None) -> None:
+    """Check a checkpoint: parity, causality, simplex, parameter count, validation loss. Exit code 1 if one fails."""
+    from models import checkpoint, checks
+
+    results = checks.verify(checkpoint.load(name), _corpus_at_hand(data))
+    marks = {True: "pass", False: "FAIL", None: "  – "}
+    for check in results:
+        typer.echo(f"{marks[check.passed]}  {check.name}: {check.measured}" + (f"  [{check.expected}]" if check.expected else ""))
+    if any(check.passed is False for check in results):
+        raise typer.Exit(1)
+
+
+def _corpus_at_hand(data: Path | None) -> Corpus | None:
+    """The given text, or one that needs no network; None if there is none."""
+    from models import corpus
+
+    if data is not None or os.environ.get(corpus.VARIABLE):
+        return corpus.load(data)
+    try:
+        return corpus.tiny_shakespeare(download=False)
+    except corpus.CorpusError:
+        return None
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help=r"Text to continue; \n is a line break.")] = r"\n",
+    checkpoint: CheckpointName = "baby",
+    length: Annotated[int, typer.Option(help="Characters to write.")] = 300,
+    temperature: Annotated[float, typer.Option(help="Lower is sharper; 0 takes the likeliest character.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Choose among the k likeliest only.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the text repeatable.")] = None,
+) -> None:
+    """Let a model write."""
+    from models import hooked
+
+    typer.echo(hooked.generate(hooked.load(checkpoint), _typed(prompt), length, temperature, top_k, seed))
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def train(
+    preset: Annotated[str, typer.Argument(help="Which model; `workbench presets` lists them.")],
+    data: Data = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    iterations: Annotated[int | None, typer.Option(help="Steps; the preset's own number unless given.")] = None,
+    optimiser: Annotated[Literal["muon", "adamw"] | None, typer.Option(help="The preset's own unless given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The preset's own unless given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; checkpoints/PRESET unless given.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last save in the folder.")] = False,
+) -> None:
+    """Train a preset and write a checkpoint with its model card. Ctrl-C stops it; --resume goes on exactly."""
+    from models import card, training
+    from models import corpus as corpora
+    from models.config import PRESETS, ConfigError
+
+    if preset not in PRESETS:
+        raise ConfigError(f"there is no preset {preset!r}; give one of: {', '.join(PRESETS)}")
+    chosen, corpus, folder = PRESETS[preset], corpora.load(data), out or Path("checkpoints") / preset
+    recipe = training.with_options(chosen.recipe, iterations, optimiser, seed)
+    try:
+        training.train(chosen.model, recipe, corpus, folder, preset=preset, device=device, resume=resume)
+    except KeyboardInterrupt:
+        typer.echo(f"\nStopped. The last save is whole; go on with the same command and --resume (folder {folder}).", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(f"Trained: {folder}. Measuring statistics and heads for its card …", err=True)
+    typer.echo(card.write(folder, corpus))
+
+
+@app.command()
+def presets() -> None:
+    """List the models that can be trained."""
+    from models.config import PRESETS, parameter_count
+
+    for name, preset in PRESETS.items():
+        c = preset.model
+        sizes = f"V {c.d_vocab}, T {c.n_ctx}, d {c.d_model}, L {c.n_layers}, H {c.n_heads}"
+        typer.echo(f"{name:20} {parameter_count(c):>12,} parameters   {sizes}")
+
+
+@app.command()
+def card(
+    name: Annotated[str, typer.Argument(help="Name or folder of a checkpoint.")],
+    data: Data = None,
+    beside: Annotated[str | None, typer.Option(help="A checkpoint of another recipe to compare heads with.")] = None,
+) -> None:
+    """Measure a checkpoint's statistics and write its model card."""
+    from models import card as cards
+    from models import corpus as corpora
+
+    typer.echo(cards.write(name, corpora.load(data), beside))
+
+
+# --- the dashboard ---------------------------------------------------------------------------------------------------
+
+
+@app.command("app")
+def dashboard(
+    port: Annotated[int, typer.Option(help="Port on this machine.")] = 8501,
+    checkpoint: CheckpointName = "baby",
+    browser: Annotated[bool, typer.Option(help="Open a browser window.")] = True,
+) -> None:
+    """Open the dashboard in the browser. It listens on this machine only and sends nothing anywhere."""
+    from models.checkpoint import find
+
+    path = find(checkpoint)
+    entry = Path(__file__).parent / "dashboard" / "app.py"
+    options = {
+        "server.address": "127.0.0.1",
+        "server.port": port,
+        "server.headless": "false" if browser else "true",
+        "server.fileWatcherType": "none",
+        "browser.gatherUsageStats": "false",
+        "client.toolbarMode": "minimal",
+        "client.showErrorDetails": "none",
+    }
+    command = [sys.executable, "-m", "streamlit", "run", str(entry), *(f"--{key}={value}" for key, value in options.items())]
+    name = checkpoint if path.name == checkpoint else str(path)
+    try:
+        code = subprocess.call([*command, "--", "--checkpoint", name])
+    except KeyboardInterrupt:
+        code = 0
+    raise typer.Exit(code)
+
+
+# --- running analyses: commands made from the signatures -------------------------------------------------------------
+
+
+def command_line(analysis: Analysis, checkpoint: str, knobs: Mapping[str, Any], out: str) -> str:
+    """The `workbench run` line that reproduces a result."""
+    parts = ["workbench", "run", analysis.slug, "--checkpoint", checkpoint]
+    for name, value in knobs.items():
+        option = analysis.parameters[name].option
+        if isinstance(value, bool):
+            parts.append(option if value else option.replace("--", "--no-", 1))
+        elif value is not None:
+            parts += [option, _shown(value)]
+    return " ".join(shlex.quote(part) for part in [*parts, "--out", out])
+
+
+def _shown(value: Any) -> str:
+    return value.replace("\n", r"\n") if isinstance(value, str) else str(value)
+
+
+def _typed(text: str) -> str:
+    return text.replace(r"\n", "\n")
+
+
+def _command(analysis: Analysis) -> Callable[..., None]:
+    """A function whose signature is the analysis' knobs as options, for typer to read."""
+
+    def command(*, checkpoint: str, out: Path, **options: Any) -> None:
+        from models.hooked import load
+        from workbench import figures
+
+        figures.check_format(out)
+        given = {name: _typed(value) if isinstance(value, str) else value for name, value in options.items()}
+        dataset = analysis(load(checkpoint), **given)
+        typer.echo(figures.save(dataset, out))
+
+    command.__doc__ = f"{analysis.title}: {analysis.summary}"
+    fixed = {
+        "checkpoint": (CheckpointName, "baby"),
+        "out": (Annotated[Path, typer.Option(help="File to write; its ending says the format: .svg .pdf .png .csv .nc")], ...),
+    }
+    signature = {name: _option(parameter) for name, parameter in analysis.parameters.items()} | fixed
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=annotation,
+                default=inspect.Parameter.empty if default is ... else default,
+            )
+            for name, (annotation, default) in signature.items()
+        ]
+    )
+    command.__annotations__ = {name: annotation for name, (annotation, _) in signature.items()}
+    return command
+
+
+def _option(parameter: Parameter) -> tuple[Any, Any]:
+    kind: Any = Literal[parameter.choices] if parameter.choices else parameter.type
+    help = parameter.knob.help
+    if parameter.type is str and not parameter.choices:
+        help += r" (\n is a line break)"
+    if parameter.optional:
+        return Annotated[kind | None, typer.Option(help=help)], None
+    default = parameter.default
+    return Annotated[kind, typer.Option(help=help)], _shown(default) if isinstance(default, str) else default
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one sentence and exit code 2; Ctrl-C is 130."""
+    if sys.argv[1:2] == ["run"]:
+        from analyses.catalogue import ANALYSES
+
+        for analysis in ANALYSES:
+            run_app.command(analysis.slug)(_command(analysis))
+    try:
+        app()
+    except WorkbenchError as error:
+        typer.echo(f"workbench: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
