@@ -45,10 +45,10 @@ def _is_readable(model: Model, _: Mapping[str, Any], text: str) -> None:
 )
 def activation_patching(
     model: Model,
-    clean: Annotated[str, Knob("Text that shows the behaviour", check=_is_readable)] = "KING RICHARD",
-    corrupted: Annotated[str, Knob("Text of the same length that does not", check=_is_pair)] = "KING EDWARDS",
-    correct: Annotated[str, Character("Next character in the clean text")] = " ",
-    wrong: Annotated[str, Character("Next character in the corrupted text")] = ":",
+    clean: Annotated[str, Knob("Text that shows the behaviour", check=_is_readable)] = "My lord, I wi",
+    corrupted: Annotated[str, Knob("Text of the same length that does not", check=_is_pair)] = "My lord, I mi",
+    correct: Annotated[str, Character("Next character in the clean text")] = "l",
+    wrong: Annotated[str, Character("Next character in the corrupted text")] = "g",
     site: Annotated[Site, Knob("Which activation is patched")] = "resid_pre",
     direction: Annotated[Literal["denoising", "noising"], Knob("Clean into corrupted, or the other way")] = "denoising",
 ) -> xr.Dataset:

@@ -39,7 +39,7 @@ def circuit_rank(
     b_O need not lie in the head's output space.
 
     Returns:
-        `qk_singular_value`, `ov_singular_value` (layer, head, index), largest first; `qk_rank`, `ov_rank`,
+        `qk_singular_value`, `ov_singular_value` (layer, head, index), largest first, d of them; `qk_rank`, `ov_rank`,
         `qk_tolerance`, `ov_tolerance` (layer, head); `qk_bound`, `ov_bound`, the bounds on paper.
     """
     double = {name: stack_heads(model, name).double() for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")}
@@ -55,7 +55,7 @@ def circuit_rank(
         values, rank, tolerance = measured_rank(product)
         matrix = name.upper()
         variables |= {
-            f"{name}_singular_value": (values, "layer head index", f"singular value of {matrix}", "1"),
+            f"{name}_singular_value": (values[..., : model.cfg.d_model], "layer head index", f"singular value of {matrix}", "1"),
             f"{name}_rank": (rank, "layer head", f"rank of {matrix}", "1"),
             f"{name}_tolerance": (tolerance, "layer head", f"tolerance of the rank of {matrix}", "1"),
             f"{name}_bound": (bound, "", f"bound on the rank of {matrix}", "1"),

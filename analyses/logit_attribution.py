@@ -9,7 +9,7 @@ import xarray as xr
 
 from analyses.axes import labelled
 from analyses.spec import Character, Position, Text, analysis
-from analyses.stream import decomposition, final_norm, run
+from analyses.stream import decomposition, final_norm, require_standard, run
 from analyses.views import Bars
 from models.hooked import encode, vocabulary_of
 from models.protocol import Model
@@ -40,6 +40,7 @@ def logit_attribution(
         KnobError: a character is unknown, or the position is outside the text.
         UnsupportedModel: the model's stream is not a sum of such components.
     """
+    require_standard(model)
     tokens = encode(model, text)
     logits, cache = run(model, tokens)
     place = len(tokens) - 1 if position is None else position

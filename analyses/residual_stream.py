@@ -9,7 +9,7 @@ from torch.nn.functional import cosine_similarity
 
 from analyses.axes import labelled
 from analyses.spec import Knob, Text, analysis
-from analyses.stream import decomposition, run
+from analyses.stream import decomposition, require_standard, run
 from analyses.views import Heatmap
 from models.hooked import encode
 from models.protocol import Model
@@ -43,6 +43,7 @@ def residual_stream(
         KnobError: the text is empty, too long or has unknown characters.
         UnsupportedModel: the model's stream is not such a sum.
     """
+    require_standard(model)
     tokens = encode(model, text)
     _, cache = run(model, tokens)
     parts = decomposition(model, cache, by=decompose)

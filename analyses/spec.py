@@ -140,15 +140,16 @@ class Parameter:
         return value
 
     def _typed(self, value: Any) -> Any:
-        if self.type is int and not isinstance(value, bool):
+        if self.type in (str, bool) or isinstance(value, bool):
+            if isinstance(value, self.type) and isinstance(value, bool) == (self.type is bool):
+                return value
+        elif self.type is int:
             try:
                 return operator.index(value)
             except TypeError:
                 pass
-        elif self.type is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif isinstance(value, (int, float)):
             return float(value)
-        elif isinstance(value, self.type):
-            return value
         word = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[self.type]
         raise KnobError(f"{self.name}: got {value!r}; expected {word}")
 

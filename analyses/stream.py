@@ -134,8 +134,9 @@ def decomposition(model: Model, cache: dict[str, Tensor], by: str = "head") -> D
     Args:
         by: `sublayer` keeps each attention layer whole (`L0.attn`); `head` splits it into heads, each with its value
             bias (`L0H1`), and the output bias b_O alone (`L0.attn_bias`).
+
+    The model must be one that `require_standard` lets pass.
     """
-    require_standard(model)
     embed, pos_embed = cache["hook_embed"], cache["hook_pos_embed"]
     names, parts = ["embed", "pos_embed"], [embed, pos_embed.expand_as(embed)]
     for layer in range(model.cfg.n_layers):

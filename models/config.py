@@ -222,8 +222,8 @@ _BIASED = GPTConfig(**_NANOGPT, bias_qkv=True)
 _UNBIASED = replace(_BIASED, bias_qkv=False, bias_attention=False, bias_mlp=False, bias_norm=False)
 
 PRESETS: dict[str, Preset] = {
-    "baby": Preset(GPTConfig(**_BABY), Recipe()),
-    "baby-tied": Preset(GPTConfig(**_BABY, tied=True), Recipe()),
+    "baby": Preset(GPTConfig(**_BABY), Recipe(iterations=4000)),
+    "baby-tied": Preset(GPTConfig(**_BABY, tied=True), Recipe(iterations=4000)),
     "nanogpt": Preset(_UNBIASED, Recipe(iterations=5000, muon_learning_rate=0.01)),
     "nanogpt-biased": Preset(_BIASED, Recipe(iterations=5000, muon_learning_rate=0.01)),
     "walkthrough-4.2": _walkthrough(n_layers=1, mlp=False),

@@ -1,0 +1,119 @@
+"""QK, OV and their ranks: against the weights, against TransformerLens, against known circuits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from analyses.circuit_rank import circuit_rank
+from analyses.ov_circuit import ov_circuit
+from analyses.qk_circuit import qk_circuit
+from models.hooked import encode
+
+
+def test_qk_scores_are_the_models_own_before_the_scale(random_model: Any) -> None:
+    """With everything folded in and the norm's scale divided out, the model's scores for single characters come out."""
+    tokens = encode(random_model, "abc")
+    with torch.no_grad():
+        random_model.pos_embed.W_pos.zero_()  # so that the stream of block 0 is the embedding alone
+        _, cache = random_model.run_with_cache(tokens[None])
+        scale = cache["blocks.0.ln1.hook_scale"][0, :, 0]
+        random_model.blocks[0].ln1.b.zero_()  # a bias is not divided by the scale, so leave it out of this comparison
+        random_model.blocks[0].attn.b_Q.zero_()
+        random_model.blocks[0].attn.b_K.zero_()
+        _, cache = random_model.run_with_cache(tokens[None])
+    score = qk_circuit(random_model, 0, 1, fold="norm weights").score.sel(query_char="c", key_char=list("abc"))
+    expected = cache["blocks.0.attn.hook_attn_scores"][0, 1, 2] * scale[2] * scale
+    np.testing.assert_allclose(score, expected, atol=1e-12)
+
+
+def test_plain_qk_and_ov_equal_transformer_lens_factored_matrices(random_model: Any) -> None:
+    layer, head = 1, 0
+    qk = (random_model.W_E @ random_model.QK[layer, head] @ random_model.W_E.T).AB / random_model.blocks[layer].attn.attn_scale
+    ov = (random_model.W_E @ random_model.OV[layer, head] @ random_model.W_U).AB
+    np.testing.assert_allclose(qk_circuit(random_model, layer, head, fold="nothing").score, qk.detach(), atol=1e-12)
+    np.testing.assert_allclose(ov_circuit(random_model, layer, head, fold="nothing").logit, ov.detach(), atol=1e-12)
+
+
+def test_ov_logits_are_what_full_attention_adds(random_model: Any) -> None:
+    """Attend fully to one place: the head's direct effect there is the OV row, up to the two norms' scales."""
+    tokens = encode(random_model, "a")
+    with torch.no_grad():
+        random_model.pos_embed.W_pos.zero_()
+        _, cache = random_model.run_with_cache(tokens[None])
+        block, norm = random_model.blocks[0], random_model.ln_final
+        block.ln1.b.zero_()
+        v = block.ln1(cache["blocks.0.hook_resid_pre"])[0, 0] @ block.attn.W_V[1]
+        written = v @ block.attn.W_O[1]
+        logits = (written - written.mean()) * norm.w @ random_model.W_U * cache["blocks.0.ln1.hook_scale"][0, 0]
+    row = ov_circuit(random_model, 0, 1, fold="norm weights").logit.sel(source_char="a")
+    np.testing.assert_allclose(row, logits, atol=1e-12)
+
+
+def test_biases_are_folded_in_where_asked(random_model: Any) -> None:
+    block = random_model.blocks[1]
+    plain, biased = (qk_circuit(random_model, 1, 1, fold=fold).score for fold in ("norm weights", "norm weights and biases"))
+    x = (random_model.W_E - random_model.W_E.mean(-1, keepdim=True)) * block.ln1.w + block.ln1.b
+    q, k = x @ block.attn.W_Q[1] + block.attn.b_Q[1], x @ block.attn.W_K[1] + block.attn.b_K[1]
+    np.testing.assert_allclose(biased, (q @ k.T / 8**0.5).detach(), atol=1e-12)
+    assert np.abs(biased - plain).max() > 1e-3
+    v = x @ block.attn.W_V[1] + block.attn.b_V[1]
+    written = v @ block.attn.W_O[1]
+    expected = (written - written.mean(-1, keepdim=True)) * random_model.ln_final.w @ random_model.W_U
+    logit = ov_circuit(random_model, 1, 1, fold="norm weights and biases").logit
+    np.testing.assert_allclose(logit, expected.detach(), atol=1e-12)
+
+
+def test_the_previous_character_circuit_is_found(previous_character_model: Any) -> None:
+    places = qk_circuit(previous_character_model, 0, 0, space="position").score.values
+    np.testing.assert_allclose(places, 60 * np.eye(8, k=-1), atol=1e-9)
+    assert np.abs(qk_circuit(previous_character_model, 0, 0).score).max() == 0
+    np.testing.assert_allclose(ov_circuit(previous_character_model, 0, 0).logit, 10 * np.eye(5), atol=1e-9)
+    assert np.abs(ov_circuit(previous_character_model, 0, 1).logit).max() == 0
+
+
+def test_rank_is_counted_not_assumed(previous_character_model: Any) -> None:
+    """Seven places have one before them, five characters are copied, the other head does nothing; d_head is 10."""
+    dataset = circuit_rank(previous_character_model)
+    assert dataset.qk_rank.values.tolist() == [[7, 0]]
+    assert dataset.ov_rank.values.tolist() == [[5, 0]]
+    assert dataset.qk_bound == dataset.ov_bound == 10
+
+
+def test_rank_of_a_random_head_is_d_head(random_model: Any) -> None:
+    dataset = circuit_rank(random_model)
+    assert (dataset.qk_rank == 8).all()
+    assert (dataset.ov_rank == 8).all()
+    products = random_model.W_Q @ random_model.W_K.mT
+    assert (torch.linalg.matrix_rank(products.double()).numpy() == dataset.qk_rank.values).all()
+    values = torch.linalg.svdvals(products.double()).detach().numpy()
+    np.testing.assert_allclose(dataset.qk_singular_value, values, atol=1e-12)
+    assert (dataset.qk_singular_value[:, :, 8:] < dataset.qk_tolerance).all()
+
+
+def test_singular_values_equal_transformer_lens(random_model: Any) -> None:
+    theirs = random_model.OV.S.detach().numpy()
+    np.testing.assert_allclose(circuit_rank(random_model).ov_singular_value[:, :, :8], theirs, atol=1e-10)
+
+
+def test_rank_in_float32_is_the_same(random_model: Any) -> None:
+    """Weights held in float32 are multiplied in float64, so rounding does not look like rank."""
+    dataset = circuit_rank(random_model.to(torch.float32))
+    assert (dataset.qk_rank == 8).all()
+    assert (dataset.ov_rank == 8).all()
+
+
+def test_an_extra_row_of_biases_raises_the_bound_of_ov_only(random_model: Any) -> None:
+    dataset = circuit_rank(random_model, biases=True)
+    assert dataset.sizes["index"] == 16  # QK is 17 × 17, OV 17 × 16; d_model values of both are given
+    assert (dataset.qk_rank == 8).all()
+    assert (dataset.ov_rank == 9).all()
+    assert (int(dataset.qk_bound), int(dataset.ov_bound)) == (8, 9)
+
+
+@pytest.mark.parametrize("analysis", [qk_circuit, ov_circuit])
+def test_the_two_orders_of_multiplication_agree(random_model: Any, analysis: Any) -> None:
+    assert 0 < analysis(random_model).identity_error <= 1e-12
