@@ -53,7 +53,7 @@ class Progress:
     seconds: float = 0.0  # of training, pauses left out
     best_loss: float = math.inf  # nats per character, validation
     best_step: int = 0
-    rows: list[dict[str, float]] = field(default_factory=list)  # of training.csv
+    rows: list[dict[str, Any]] = field(default_factory=list)  # of training.csv
 
 
 # --- data and schedule: functions of the step alone ------------------------------------------------------------------

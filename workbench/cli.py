@@ -179,7 +179,15 @@ def dashboard(
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "none",
     }
-    command = [sys.executable, "-m", "streamlit", "run", str(entry), *(f"--{key}={value}" for key, value in options.items())]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "streamlit",
+        "run",
+        str(entry),
+        *(f"--{key}={value}" for key, value in options.items()),
+    ]
     name = checkpoint if path.name == checkpoint else str(path)
     try:
         code = subprocess.call([*command, "--", "--checkpoint", name])

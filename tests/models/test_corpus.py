@@ -139,7 +139,8 @@ def test_without_network_and_cache_the_error_names_both_ways_out(cached):
     message = str(error.value)
     assert "no route to host" in message
     assert "connect to the network once" in message
-    assert "--data PATH" in message and f"{VARIABLE}=PATH" in message
+    assert "--data PATH" in message
+    assert f"{VARIABLE}=PATH" in message
     assert "\n" not in message
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.config import PRESETS, GPTConfig
+from models.config import PRESETS, ConfigError, GPTConfig
 from models.corpus import Corpus
 from models.gpt import GPT, LayerNorm, Sublayer
 from models.training import batch
@@ -103,7 +103,7 @@ def test_a_shorter_text_has_the_same_logits(random_gpt):
 
 def test_more_positions_than_the_table_has_is_an_error(random_gpt):
     assert random_gpt.position_embedding.num_embeddings == 10
-    with pytest.raises(ValueError, match="got 11 positions, expected at most n_ctx = 10; crop the context"):
+    with pytest.raises(ConfigError, match="got 11 positions, expected at most n_ctx = 10; crop the context"):
         random_gpt(torch.zeros(1, 11, dtype=torch.long))
 
 
@@ -274,7 +274,15 @@ def test_a_lower_temperature_is_sharper(random_gpt):
         drawn = random_gpt.generate(start.repeat(2_000, 1), 1, temperature=temperature, seed=0)[:, -1]
         shares.append((drawn == likeliest).double().mean().item())
     assert shares[0] > 0.99
-    assert shares == sorted(shares, reverse=True) and len(set(shares)) == 4
+    assert shares == sorted(shares, reverse=True)
+    assert len(set(shares)) == 4
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="BUG: logits overflow when divided by it; a bare RuntimeError")
+def test_the_smallest_temperatures_take_the_likeliest(random_gpt):
+    start = windows_of(random_gpt.config)
+    drawn = random_gpt.float().generate(start, 20, temperature=1e-40, seed=0)
+    assert torch.equal(drawn, random_gpt.generate(start, 20, temperature=0.0))
 
 
 def test_a_seed_repeats_the_draw_and_no_seed_does_not(random_gpt):
@@ -314,13 +322,13 @@ def test_generation_builds_no_graph(random_gpt):
 )
 def test_options_out_of_range_are_named_and_the_mode_is_restored(random_gpt, options, message):
     random_gpt.train()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         random_gpt.generate(windows_of(random_gpt.config), **dict(max_new_tokens=1) | options)
     assert random_gpt.training
 
 
 def test_an_empty_context_cannot_be_continued(random_gpt):
-    with pytest.raises(ValueError, match="empty context; give at least one character"):
+    with pytest.raises(ConfigError, match="empty context; give at least one character"):
         random_gpt.generate(torch.zeros(1, 0, dtype=torch.long), 1)
 
 

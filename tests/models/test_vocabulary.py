@@ -53,5 +53,6 @@ def test_a_malformed_vocabulary_is_refused(characters, message):
 
 def test_vocabularies_of_the_same_characters_are_equal(vocabulary):
     assert len(vocabulary.ids) == 12  # fills the cache of one of them
-    assert vocabulary == Vocabulary(vocabulary.characters) and hash(vocabulary) == hash(Vocabulary(vocabulary.characters))
+    assert vocabulary == Vocabulary(vocabulary.characters)
+    assert hash(vocabulary) == hash(Vocabulary(vocabulary.characters))
     assert vocabulary != Vocabulary(vocabulary.characters[::-1])
