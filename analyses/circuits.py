@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.stream import Norm, final_norm, norm_of, require_standard
+from analyses.stream import Norm, final_norm, norm_of
 from models.protocol import Model
 
 Fold = Literal["nothing", "norm weights", "norm weights and biases"]
@@ -49,7 +49,6 @@ def qk_scores(model: Model, layer: int, head: int, inputs: Float[Tensor, "row d_
 
     With biases folded in, queries and keys get b_Q and b_K as well as the norm's bias.
     """
-    require_standard(model)
     block = model.blocks[layer]
     x = read(norm_of(model, block.ln1), inputs, fold)
     q, k = x @ block.attn.W_Q[head], x @ block.attn.W_K[head]
@@ -64,7 +63,6 @@ def ov_logits(model: Model, layer: int, head: int, inputs: Float[Tensor, "row d_
     With biases folded in, values get b_V as well as the norm's bias. The output bias b_O, the final norm's bias and b_U
     are no head's own and stay out.
     """
-    require_standard(model)
     block = model.blocks[layer]
     v = read(norm_of(model, block.ln1), inputs, fold) @ block.attn.W_V[head]
     if fold == "norm weights and biases":

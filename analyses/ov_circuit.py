@@ -9,8 +9,9 @@ import xarray as xr
 from analyses.axes import labelled
 from analyses.circuits import Fold, ov_logits, ov_products, read
 from analyses.spec import Head, Knob, Layer, analysis
-from analyses.stream import final_norm, norm_of
+from analyses.stream import final_norm, norm_of, require_standard
 from analyses.views import Heatmap
+from models.hooked import vocabulary_of
 from models.protocol import Model
 
 
@@ -42,7 +43,10 @@ def ov_circuit(
     Raises:
         KnobError: there is no such head.
         UnsupportedModel: norms of another kind.
+        VocabularyError: tokens that are not characters; there is no printable V × V circuit then.
     """
+    require_standard(model)
+    vocabulary_of(model)  # a vocabulary that is not of characters is refused before V² numbers are made
     embeddings = model.embed.W_E  # type: ignore[attr-defined]
     logits = ov_logits(model, layer, head, embeddings, fold)
     identity = None

@@ -9,8 +9,9 @@ import xarray as xr
 from analyses.axes import labelled
 from analyses.circuits import Fold, qk_products, qk_scores, read
 from analyses.spec import Head, Knob, Layer, analysis
-from analyses.stream import norm_of
+from analyses.stream import norm_of, require_standard
 from analyses.views import Heatmap
+from models.hooked import vocabulary_of
 from models.protocol import Model
 
 
@@ -46,7 +47,11 @@ def qk_circuit(
     Raises:
         KnobError: there is no such head.
         UnsupportedModel: positions or norms of another kind.
+        VocabularyError: tokens that are not characters; there is no printable V × V circuit then.
     """
+    require_standard(model)
+    if space == "char":
+        vocabulary_of(model)  # a vocabulary that is not of characters is refused before V² numbers are made
     embeddings = model.embed.W_E if space == "char" else model.pos_embed.W_pos  # type: ignore[attr-defined]
     scores = qk_scores(model, layer, head, embeddings, fold)
     identity = None

@@ -222,18 +222,23 @@ def _typed(text: str) -> str:
 def _command(analysis: Analysis) -> Callable[..., None]:
     """A function whose signature is the analysis' knobs as options, for typer to read."""
 
-    def command(*, checkpoint: str, out: Path, **options: Any) -> None:
+    def command(*, checkpoint: str, out: Path, panel: int, **options: Any) -> None:
         from models.hooked import load
         from workbench import figures
 
         figures.check_format(out)
         given = {name: _typed(value) if isinstance(value, str) else value for name, value in options.items()}
         dataset = analysis(load(checkpoint), **given)
-        typer.echo(figures.save(dataset, out))
+        views = analysis.fitting_views(dataset)
+        if not 1 <= panel <= len(views):
+            titles = "; ".join(f"{number} {view.title}" for number, view in enumerate(views, 1))
+            raise figures.FormatError(f"panel {panel} is not among this result's pictures; give one of: {titles}")
+        typer.echo(figures.save(dataset, out, views[panel - 1]))
 
     command.__doc__ = f"{analysis.title}: {analysis.summary}"
     fixed = {
         "checkpoint": (CheckpointName, "baby"),
+        "panel": (Annotated[int, typer.Option(help="Which of the page's pictures, from 1.")], 1),
         "out": (Annotated[Path, typer.Option(help="File to write; its ending says the format: .svg .pdf .png .csv .nc")], ...),
     }
     signature = {name: _option(parameter) for name, parameter in analysis.parameters.items()} | fixed

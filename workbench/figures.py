@@ -56,8 +56,10 @@ def export(dataset: xr.Dataset, suffix: str, view: View | None = None) -> bytes:
         return bytes(dataset.to_netcdf(engine="h5netcdf"))
     view = view or catalogue.find(dataset.attrs["analysis"]).fitting_views(dataset)[0]
     if suffix == ".csv":
-        table = dataset[view.variables(dataset)].to_dataframe().reset_index()
-        return table.to_csv(index=False).encode()
+        variables = view.variables(dataset)
+        table = dataset[variables].to_dataframe().reset_index()
+        labels = [column for column in table.columns if column not in variables]
+        return table[labels + variables].to_csv(index=False).encode()
     buffer = io.BytesIO()
     with rc_context(renderer.RC):
         drawn = renderer.figure(marks(view, dataset), caption(dataset))

@@ -11,7 +11,9 @@ import torch
 from analyses.circuit_rank import circuit_rank
 from analyses.ov_circuit import ov_circuit
 from analyses.qk_circuit import qk_circuit
+from analyses.stream import UnsupportedModel
 from models.hooked import encode
+from models.vocabulary import VocabularyError
 
 
 def test_qk_scores_are_the_models_own_before_the_scale(random_model: Any) -> None:
@@ -112,6 +114,21 @@ def test_an_extra_row_of_biases_raises_the_bound_of_ov_only(random_model: Any) -
     assert (dataset.qk_rank == 8).all()
     assert (dataset.ov_rank == 9).all()
     assert (int(dataset.qk_bound), int(dataset.ov_bound)) == (8, 9)
+
+
+@pytest.mark.parametrize("analysis", [qk_circuit, ov_circuit])
+def test_tokens_that_are_not_characters_are_refused_before_anything_is_computed(random_model: Any, analysis: Any) -> None:
+    random_model.tokenizer = None
+    random_model.embed.W_E = None  # touching it would be another error
+    with pytest.raises(VocabularyError, match="this model has no tokenizer"):
+        analysis(random_model)
+
+
+def test_rotary_models_have_no_single_qk_matrix(random_model: Any) -> None:
+    random_model.cfg.positional_embedding_type = "rotary"
+    for analysis in (qk_circuit, circuit_rank):
+        with pytest.raises(UnsupportedModel, match="rotary positions"):
+            analysis(random_model)
 
 
 @pytest.mark.parametrize("analysis", [qk_circuit, ov_circuit])

@@ -87,7 +87,7 @@ def test_run_writes_the_same_numbers_as_python(stored: Path, tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("analysis", "knobs"),
     [
-        (logit_lens, {"text": 'O,\n \'tis $5; "so"', "site": "resid_mid"}),
+        (logit_lens, {"text": "O,\n 'tis $3; so", "site": "resid_mid"}),
         (qk_circuit, {"layer": 1, "head": 1, "space": "position", "fold": "norm weights and biases"}),
         (circuit_rank, {"biases": True}),
         (activation_patching, {"clean": "\nab", "corrupted": " ab", "correct": "\n", "wrong": "'"}),
@@ -119,12 +119,21 @@ def test_csv_holds_every_value_with_its_coordinates(stored: Path, tmp_path: Path
     np.testing.assert_allclose(table.score, expected, rtol=1e-6)
 
 
+def test_a_panel_can_be_chosen(stored: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    out = tmp_path / "kl.csv"
+    arguments = ("run", "logit-lens", "--checkpoint", str(stored), "--panel", "3", "--out", str(out))
+    code, _, _ = in_process(capsys, monkeypatch, *arguments)
+    assert code == 0
+    assert list(pd.read_csv(out).columns) == ["layer", "position", "position_char", "kl_to_output"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("run", "qk-circuit", "--layer", "9", "--out", "x.svg"), "layer 9 is outside the model's 2 blocks; give 0–1"),
         (("run", "logit-lens", "--text", "é", "--out", "x.svg"), "character 'é' at place 0"),
         (("run", "logit-lens", "--out", "x.jpg"), "cannot write 'x.jpg'; give a name that ends in one of .svg"),
+        (("run", "circuit-rank", "--panel", "5", "--out", "x.svg"), "give one of: 1 Singular values of QK; 2 Singular values"),
         (("generate", "--temperature", "-1"), "temperature: got -1.0; expected a number of at least 0"),
     ],
 )
