@@ -32,6 +32,7 @@ from models.gpt import GPT
 from models.vocabulary import Vocabulary, VocabularyError
 
 WEIGHTS, CONFIG, STATISTICS = "model.safetensors", "config.json", "statistics.safetensors"
+SAVING, PREVIOUS = ".saving", ".previous"  # what a save has aside: hidden folders `.NAME.saving` and `.NAME.previous`
 INSTALLED = Path(__file__).resolve().parent.parent / "checkpoints"
 
 
@@ -53,7 +54,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return _own_name(self.path)
 
     @property
     def config(self) -> GPTConfig:
@@ -64,7 +65,10 @@ class Checkpoint:
 
 
 def is_checkpoint(path: Path) -> bool:
-    return (path / WEIGHTS).is_file() and (path / CONFIG).is_file()
+    try:
+        return (path / WEIGHTS).is_file() and (path / CONFIG).is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def available() -> dict[str, Path]:
@@ -73,8 +77,10 @@ def available() -> dict[str, Path]:
     for folder in (Path("checkpoints"), INSTALLED):
         if folder.is_dir():
             for path in sorted(folder.iterdir()):
-                if is_checkpoint(path):
-                    found.setdefault(path.name, path)
+                name = _own_name(path)
+                unfinished = path.name.startswith(".") and path.name.endswith(SAVING)
+                if is_checkpoint(path) and not unfinished and (name == path.name or not (folder / name).exists()):
+                    found.setdefault(name, path)
     return found
 
 
@@ -85,14 +91,14 @@ def find(name: str | Path) -> Path:
         CheckpointError: there is none; the message lists the names that exist.
     """
     for path in (Path(name), Path("checkpoints") / name, INSTALLED / name):
-        recover(path)
-        if is_checkpoint(path):
-            return path
+        for place in (path, _aside(path, PREVIOUS)):  # the second is there alone for a moment of a save, or after a kill in it
+            if is_checkpoint(place):
+                return place
     path = Path(name)
     known = ", ".join(available()) or "none"
-    if path.is_file():
+    if len(path.name) < 256 and path.is_file():
         raise CheckpointError(f"{path} is {describe_file(path)}; expected the folder of a checkpoint, or one of: {known}")
-    if path.is_dir():
+    if len(path.name) < 256 and path.is_dir():
         lacking = " and ".join(part for part in (WEIGHTS, CONFIG) if not (path / part).is_file())
         raise CheckpointError(f"the folder {path} has no {lacking}, so it is not a checkpoint; known names: {known}")
     raise CheckpointError(f"there is no checkpoint {str(name)!r}; give the path of its folder, or one of: {known}")
@@ -161,10 +167,16 @@ def load(name: str | Path) -> Checkpoint:
             f"{path / CONFIG}: the vocabulary has {len(vocabulary)} characters, the architecture d_vocab = {config.d_vocab}; "
             "they must be equal"
         )
-    gpt = GPT(config)
+    with torch.random.fork_rng(devices=[]):  # weights are drawn and overwritten; nobody's generator should notice
+        gpt = GPT(config)
     fill(gpt, load_weights(path / WEIGHTS), path / WEIGHTS)
     statistics = load_weights(path / STATISTICS) if (path / STATISTICS).is_file() else {}
     return Checkpoint(path, gpt.eval(), vocabulary, values.get("preset"), recipe, statistics, values.get("training") or {})
+
+
+def require_finite(name: str, tensor: Tensor, source: Path) -> None:
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(f"{source}: {name} holds values that are not finite; the training diverged or the file is damaged")
 
 
 def weights_of(gpt: GPT) -> dict[str, Tensor]:
@@ -189,10 +201,7 @@ def fill(gpt: GPT, tensors: Mapping[str, Tensor], source: Path) -> None:
                 f"{source}: {name} has shape {tuple(tensor.shape)}, the architecture in {CONFIG} asks for "
                 f"{tuple(expected[name].shape)}"
             )
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(
-                f"{source}: {name} holds values that are not finite; the training diverged or the file is damaged"
-            )
+        require_finite(name, tensor.to(torch.float32), source)
     complete = dict(tensors)
     if gpt.config.tied:
         complete["unembedding.weight"] = complete["token_embedding.weight"]
@@ -225,11 +234,16 @@ def save(path: str | Path, gpt: GPT, vocabulary: Vocabulary, preset: str | None 
     """Save a model as a checkpoint folder; files beside the weights and the configuration stay as they are.
 
     Raises:
-        CheckpointError: the folder exists and is something else than a checkpoint.
+        CheckpointError: the folder exists and is something else than a checkpoint; or what was given could not be
+            loaded again, because the vocabulary has another size than d_vocab or a weight is not finite.
     """
-    path = Path(path)
+    path, tensors = Path(path), weights_of(gpt)
+    if len(vocabulary) != gpt.config.d_vocab:
+        raise CheckpointError(f"got {len(vocabulary)} characters for d_vocab = {gpt.config.d_vocab}; they must be equal")
+    for name, tensor in tensors.items():
+        require_finite(name, tensor, path)
     with replace_directory(path) as folder:
-        save_file(weights_of(gpt), folder / WEIGHTS)
+        save_file(tensors, folder / WEIGHTS)
         write_config(folder, gpt.config, vocabulary, preset, recipe)
     return path
 
@@ -238,16 +252,17 @@ def save(path: str | Path, gpt: GPT, vocabulary: Vocabulary, preset: str | None 
 def replace_directory(path: Path) -> Iterator[Path]:
     """Give a folder that starts as a copy of `path` and takes its place whole when the block ends well.
 
-    A block that raises, or a process killed at any moment, leaves `path` as it was: at worst under the name
-    `path.previous`, which `recover` moves back.
+    A block that raises leaves `path` as it was. So does a process killed at any moment: at worst the old folder is then
+    called `.NAME.previous`, where `find` still sees it and the next save moves it back. One process saves at a time; any
+    number may read.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.realpath(path))
     recover(path)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is {describe_file(path)}; a checkpoint is a folder: give another path")
     if path.is_dir() and any(path.iterdir()) and not is_checkpoint(path):
         raise CheckpointError(f"the folder {path} exists and is not a checkpoint; give another path, so that nothing is lost")
-    aside, previous = path.with_name(path.name + ".saving"), _previous(path)
+    aside, previous = _aside(path, SAVING), _aside(path, PREVIOUS)
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -267,16 +282,20 @@ def replace_directory(path: Path) -> Iterator[Path]:
 
 
 def recover(path: Path) -> None:
-    """Finish what a killed save left: move `path.previous` back if `path` is gone, drop it if `path` is there."""
-    path = Path(os.path.abspath(path))
-    previous = _previous(path)
-    if not is_checkpoint(previous):
-        return
+    """Finish what a killed save left: move the previous folder back if `path` is gone, drop it if `path` is there."""
+    path = Path(os.path.realpath(path))
+    previous = _aside(path, PREVIOUS)
     if path.exists():
         shutil.rmtree(previous, ignore_errors=True)
-    else:
+    elif previous.is_dir():
         os.rename(previous, path)
 
 
-def _previous(path: Path) -> Path:
-    return path.with_name(path.name + ".previous")
+def _aside(path: Path, suffix: str) -> Path:
+    return path.parent / f".{path.name}{suffix}"
+
+
+def _own_name(path: Path) -> str:
+    """A folder's name; for one that a killed save left as `.NAME.previous`, NAME."""
+    aside = path.name.startswith(".") and path.name.endswith(PREVIOUS)
+    return path.name.removeprefix(".").removesuffix(PREVIOUS) if aside else path.name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -26,7 +28,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ class Recipe:
     muon_learning_rate: float = 0.02
     weight_decay: float = 0.1  # decoupled, on matrices only
     muon_weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: Sequence[float] = (0.9, 0.99)  # kept as a tuple of two
     warmup: int = 100  # steps of linear warm-up, then a cosine
     final_fraction: float = 0.05  # of the peak learning rate, at the last step
     clip: float = 1.0  # largest gradient norm
@@ -137,8 +139,10 @@ class Recipe:
             _require(_is_number(value) and value >= 0, name, value, "a number of at least 0")
         fraction = self.final_fraction
         _require(_is_number(fraction) and 0 <= fraction <= 1, "final_fraction", fraction, "a number from 0 to 1")
-        betas_fit = len(self.betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in self.betas)
-        _require(betas_fit, "betas", self.betas, "two numbers from 0 up to, not including, 1")
+        betas = tuple(self.betas) if isinstance(self.betas, (tuple, list)) else ()
+        betas_fit = len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
+        _require(betas_fit, "betas", betas or self.betas, "two numbers from 0 up to, not including, 1")
+        object.__setattr__(self, "betas", betas)  # JSON gives a list
         _require(self.optimiser in get_args(Optimiser), "optimiser", self.optimiser, "'muon' or 'adamw'")
         schemes = get_args(Initialisation)
         _require(self.initialisation in schemes, "initialisation", self.initialisation, "'gpt2' or 'torch'")
@@ -149,11 +153,12 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Recipe:
         """Build from parsed JSON; an unknown or missing field is an error that names it."""
-        return _from_dict(cls, values | {"betas": tuple(values["betas"])} if "betas" in values else values)
+        return _from_dict(cls, values)
 
 
 def _from_dict(cls: Any, values: dict[str, Any]) -> Any:
     known = [spec.name for spec in fields(cls)]
+    _require(isinstance(values, dict), cls.__name__, values, f"an object with the fields: {', '.join(known)}")
     for name in values:
         _require(name in known, name, values[name], f"only the fields of {cls.__name__}: {', '.join(known)}")
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -66,7 +67,7 @@ def read(path: str | Path) -> Corpus:
     except OSError as error:
         raise CorpusError(f"cannot read the text {str(path)!r} ({error.strerror}); give the path of a UTF-8 file") from None
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")  # without the mark that some editors put first
     except UnicodeDecodeError as error:
         raise CorpusError(f"{path}: byte {error.start} is not UTF-8; save the text as UTF-8 and try again") from None
     return Corpus(path.name, text, hashlib.sha256(raw).hexdigest())
@@ -94,7 +95,7 @@ def tiny_shakespeare(download: bool = True) -> Corpus:
     folder = Path(platformdirs.user_cache_dir("tiny-gpt-workbench", appauthor=False))
     name = "tinyshakespeare.txt"
     cached = folder / name
-    if cached.exists():
+    with suppress(CorpusError):  # not cached, or damaged: then it is fetched anew
         corpus = read(cached)
         if corpus.sha256 == SHA256:
             return corpus

@@ -203,7 +203,7 @@ def sample(logits_of, idx: Tensor, n_ctx: int, max_new_tokens: int, temperature:
         if temperature == 0:
             following = logits.argmax(-1, keepdim=True)
         else:
-            logits = logits / temperature
+            logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0, so none overflows
             if top_k is not None and top_k < logits.shape[-1]:
                 kept = logits.topk(top_k).indices
                 logits = torch.full_like(logits, -math.inf).scatter(-1, kept, logits.gather(-1, kept))

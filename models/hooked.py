@@ -17,11 +17,13 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from models import checkpoint
+from models.config import ConfigError
 from models.gpt import GPT, Sublayer, sample
 from models.protocol import Model
 from models.vocabulary import Vocabulary, VocabularyError
 
 PAD = "<pad>"  # special token whose id is V, outside the model's vocabulary
+PRIVATE_USE = range(0xE000, 0xF900)  # code points that Unicode gives to nobody
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------
@@ -36,10 +38,18 @@ def to_hooked(gpt: GPT, vocabulary: Vocabulary | None = None) -> Any:
 
     Args:
         vocabulary: characters for the tokenizer; None for a model that takes token ids only.
+
+    Raises:
+        ConfigError: no residual connections but LayerNorm, which would see the widened stream whole.
     """
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
     config = gpt.config
+    if not config.residual and (config.norm or config.final_norm):
+        raise ConfigError(
+            "a model without residual connections but with LayerNorm has no exact HookedTransformer; "
+            "turn residual on, or norm and final_norm off"
+        )
     weight = gpt.token_embedding.weight
     sublayers = config.n_layers * (2 if config.mlp else 1)
     cfg = HookedTransformerConfig(
@@ -189,7 +199,10 @@ def attach_vocabulary(model: Model, vocabulary: Vocabulary) -> None:
     tokenizer = Tokenizer(models.WordLevel(dict(vocabulary.ids), unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=PAD)
+    pad = PAD
+    if set(PAD) <= vocabulary.ids.keys():  # the model can read the word "<pad>", so another name must do
+        pad = next(chr(point) for point in PRIVATE_USE if chr(point) not in vocabulary.ids)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=pad)
     model.set_tokenizer(fast)  # type: ignore[attr-defined]
     model.cfg.default_prepend_bos = False
 

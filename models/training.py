@@ -15,7 +15,6 @@ import csv
 import json
 import math
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -88,7 +87,7 @@ def build_optimisers(gpt: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
         {"params": [p for p in rest if p.ndim != 2], "weight_decay": 0.0},
     ]
     optimisers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW([g for g in groups if g["params"]], lr=recipe.learning_rate, betas=recipe.betas)
+        torch.optim.AdamW([g for g in groups if g["params"]], lr=recipe.learning_rate, betas=(recipe.betas[0], recipe.betas[1]))
     ]
     if inner:
         optimisers.append(torch.optim.Muon(inner, lr=recipe.muon_learning_rate, weight_decay=recipe.muon_weight_decay))
@@ -222,18 +221,26 @@ class Run:
         if not (resume / "state.json").is_file():
             raise TrainingError(f"{self.out} holds nothing to go on from; start without --resume, or give the run's --out")
         saved = checkpoint.load(self.out)
+        if saved.training.get("corpus_sha256") != self.corpus.sha256:
+            raise TrainingError(
+                f"{self.out} was trained on another text ({saved.training.get('corpus')}); give that, or another --out"
+            )
         if saved.config != self.gpt.config or saved.vocabulary != self.vocabulary or saved.recipe != self.recipe:
             theirs, ours = (saved.recipe, self.recipe) if saved.config == self.gpt.config else (saved.config, self.gpt.config)
             raise TrainingError(
                 f"{self.out} was trained otherwise ({_difference(theirs, ours)}); go on with the same preset, options and text, "
                 "or give another --out"
             )
-        state = json.loads((resume / "state.json").read_text())
+        try:
+            state = json.loads((resume / "state.json").read_text())
+            progress, groups = Progress(**state["progress"]), state["groups"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainingError(f"{resume / 'state.json'} is damaged ({error}); train anew into another --out") from None
         checkpoint.fill(self.gpt, checkpoint.load_weights(resume / "latest.safetensors"), resume / "latest.safetensors")
         self.best = checkpoint.weights_of(saved.gpt)
-        for number, (optimiser, groups) in enumerate(zip(self.optimisers, state["groups"], strict=True)):
-            _unpack_optimiser(optimiser, checkpoint.load_weights(resume / f"optimiser-{number}.safetensors"), groups)
-        self.progress = Progress(**state["progress"])
+        for number, (optimiser, group) in enumerate(zip(self.optimisers, groups, strict=True)):
+            _unpack_optimiser(optimiser, checkpoint.load_weights(resume / f"optimiser-{number}.safetensors"), group)
+        self.progress = progress
 
 
 def _difference(saved: Any, asked: Any) -> str:
@@ -360,7 +367,7 @@ def _loop(run: Run, training_ids: np.ndarray, validation_ids: np.ndarray, bar: t
             mean = torch.stack(losses).double().mean().item()
             if not math.isfinite(mean):
                 raise TrainingError(
-                    f"the loss is no longer finite before step {progress.step}; lower the learning rate and --resume"
+                    f"the loss is no longer finite before step {progress.step}; lower the learning rate and train anew"
                 )
             since = _evaluate(run, validation_ids, mean, since)
             losses = []
@@ -388,13 +395,6 @@ def _evaluate(run: Run, validation_ids: np.ndarray, training_loss: float, since:
     )
     run.save()
     return time.perf_counter()
-
-
-def finish(out: str | Path) -> None:
-    """Drop the resume state of a run that is complete."""
-    out = Path(out)
-    with checkpoint.replace_directory(out) as folder:
-        shutil.rmtree(folder / RESUME, ignore_errors=True)
 
 
 def with_options(recipe: Recipe, iterations: int | None = None, optimiser: str | None = None, seed: int | None = None) -> Recipe:

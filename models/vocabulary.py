@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import SupportsInt
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class Vocabulary:
                 f"{''.join(self.characters)!r}; remove or replace it"
             ) from None
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of a sequence of ids; an id outside the vocabulary is an error."""
         numbers = [int(number) for number in ids]
         for number in numbers:

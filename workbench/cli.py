@@ -178,6 +178,8 @@ def dashboard(
         "browser.gatherUsageStats": "false",
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "none",
+        "theme.base": "light",
+        "theme.primaryColor": "#0072b2",
     }
     command = [
         sys.executable,

@@ -176,7 +176,6 @@ def test_the_real_text_is_fetched_once_and_then_taken_from_the_cache(cached, mon
     assert len(log) == 1
 
 
-@pytest.mark.xfail(strict=True, raises=CorpusError, reason="BUG: a damaged cached file is an error instead of fetched again")
 @pytest.mark.parametrize("damage", [b"", b"\xff\xfe damaged bytes that are not UTF-8"], ids=["empty", "not UTF-8"])
 def test_a_damaged_cached_file_is_fetched_again(cached, monkeypatch, tiny_shakespeare, damage):
     cached.write_bytes(damage)

@@ -1,0 +1,202 @@
+"""The pages as functions, on a tiny random checkpoint: they draw, they never show a traceback, they say what they changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from analyses.catalogue import ANALYSES
+from analyses.spec import Analysis
+from models import checkpoint
+from models.gpt import GPT
+from models.vocabulary import Vocabulary
+from workbench.dashboard import page, state
+
+TEXT = "bad cafe"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, random_gpt: GPT, vocabulary: Vocabulary) -> str:
+    """A checkpoint of two blocks and twelve characters, without statistics, training record or card."""
+    return str(checkpoint.save(tmp_path / "tiny", random_gpt, vocabulary))
+
+
+def _script(slug: str, folder: str) -> None:
+    from analyses.catalogue import find
+    from workbench.dashboard import page
+
+    page.show(find(slug), folder)
+
+
+def _home(folder: str) -> None:
+    from workbench.dashboard import home
+
+    home.show(folder, {})
+
+
+def opened(slug: str, folder: str, **link: str) -> AppTest:
+    """The page after its first run, opened with an address."""
+    test = AppTest.from_function(_script, kwargs={"slug": slug, "folder": folder}, default_timeout=60)
+    for name, value in link.items():
+        test.query_params[name] = value
+    return test.run()
+
+
+def told(test: AppTest) -> str:
+    return " ".join(element.value.replace("\\", "") for element in test.info)
+
+
+def failures(test: AppTest) -> list[str]:
+    assert not test.exception
+    return [element.value.replace("\\", "") for element in test.error]
+
+
+def link_of(test: AppTest) -> dict[str, str]:
+    """The address after a run; Streamlit gives a value as a text or as a list of one."""
+    return {name: value if isinstance(value, str) else value[0] for name, value in test.query_params.items()}
+
+
+def charts(test: AppTest) -> int:
+    return len(test.get("vega_lite_chart"))
+
+
+def widget(elements: Any, label: str) -> Any:
+    (found,) = [element for element in elements if label in element.label]
+    return found
+
+
+@pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.slug)
+def test_every_page_draws_every_view(analysis: Analysis, folder: str) -> None:
+    link = {name: TEXT for name in ("text", "clean", "corrupted")} | {"method": "zero"}
+    test = opened(analysis.slug, folder, **{name: value for name, value in link.items() if name in analysis.parameters})
+    assert failures(test) == []
+    assert charts(test) >= 1
+    assert test.title[0].value == analysis.title
+    assert any(analysis.function.__name__ in block.value for block in test.code)
+    assert any(block.value.startswith(f"workbench run {analysis.slug}") for block in test.code)
+
+
+def test_home_draws(folder: str) -> None:
+    test = AppTest.from_function(_home, kwargs={"folder": folder}, default_timeout=120).run()
+    assert failures(test) == []
+    text = " ".join(element.value for element in test.markdown)
+    assert "token embedding" in text
+    assert "number of parameters" in text
+    assert "fails" not in text
+
+
+def test_home_writes(folder: str) -> None:
+    test = AppTest.from_function(_home, kwargs={"folder": folder}, default_timeout=120).run()
+    test.text_area[0].set_value("bad")
+    test.button[0].click().run()
+    assert failures(test) == []
+    assert test.code[0].value.startswith("bad")
+    assert len(test.code[0].value) == 303
+    test.text_area[0].set_value("bäd")
+    test.button[0].click().run()
+    assert "'ä'" in failures(test)[0]
+
+
+def test_a_text_that_cannot_be_read_is_one_sentence_and_stays(folder: str) -> None:
+    test = opened("attention-patterns", folder, text=TEXT)
+    test.text_area[0].set_value("bad!").run()
+    (sentence,) = failures(test)
+    assert "'!'" in sentence
+    assert "not your fault" not in sentence
+    assert test.text_area[0].value == "bad!"
+    assert charts(test) == 0
+    test.text_area[0].set_value("bad").run()
+    assert failures(test) == []
+    assert charts(test) == 2
+
+
+def test_missing_statistics_are_one_sentence(folder: str) -> None:
+    (sentence,) = failures(opened("ablation", folder, text=TEXT))
+    assert "no mean activations" in sentence
+
+
+def test_an_unexpected_error_is_one_sentence(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("nothing left")
+
+    monkeypatch.setattr("workbench.dashboard.computing.result", broken)
+    (sentence,) = failures(opened("attention-patterns", folder, text=TEXT))
+    assert "ZeroDivisionError: nothing left" in sentence
+    assert "Traceback" not in sentence
+
+
+def test_a_position_outside_a_shorter_text_is_moved_with_a_sentence(folder: str) -> None:
+    test = opened("logit-attribution", folder, text=TEXT, position="6")
+    assert told(test) == ""
+    test.text_area[0].set_value("bad").run()
+    assert "position 6" in told(test)
+    assert "moved to 2" in told(test)
+    assert failures(test) == []
+    assert link_of(test)["position"] == "2"
+    test.run()
+    assert told(test) == ""
+
+
+def test_a_default_text_is_made_readable(folder: str) -> None:
+    test = opened("attention-patterns", folder)
+    assert failures(test) == []
+    assert "Changed to" in told(test)
+    assert 0 < len(test.text_area[0].value) <= 10
+
+
+BAD_LINKS: list[tuple[str, dict[str, str], str]] = [
+    ("attention-patterns", {"text": TEXT, "layer": "9"}, "moved to 1"),
+    ("attention-patterns", {"text": TEXT, "head": "first"}, "not a whole number"),
+    ("attention-patterns", {"text": TEXT, "head": "-3"}, "moved to 0"),
+    ("attention-patterns", {"text": ""}, "Changed to"),
+    ("attention-patterns", {"text": "b" * 99}, "Changed to 'bbbbbbbbbb'"),
+    ("attention-patterns", {"text": "BAD!"}, "Changed to 'bad '"),
+    ("attention-patterns", {"text": TEXT, "nonsense": "1"}, "ignored"),
+    ("attention-patterns", {"text": TEXT, "checkpoint": "nowhere"}, "no checkpoint 'nowhere'"),
+    ("logit-attribution", {"text": TEXT, "char": "😀"}, "moved to ' '"),
+    ("logit-attribution", {"text": TEXT, "position": "none", "versus": "ab"}, "moved to"),
+    ("logit-lens", {"text": TEXT, "site": "everywhere"}, "moved to 'resid_post'"),
+    ("circuit-rank", {"biases": "perhaps"}, "not true or false"),
+]
+
+
+@pytest.mark.parametrize(("slug", "link", "sentence"), BAD_LINKS, ids=[f"{slug} {link}" for slug, link, _ in BAD_LINKS])
+def test_a_bad_link_gives_a_sentence_and_a_picture(slug: str, link: dict[str, str], sentence: str, folder: str) -> None:
+    test = opened(slug, folder, **link)
+    assert failures(test) == []
+    assert sentence in told(test)
+    assert charts(test) >= 1
+
+
+def test_the_address_holds_everything_and_restores_it(folder: str) -> None:
+    test = opened("qk-circuit", folder, layer="1", head="1", space="position")
+    assert link_of(test) == {"checkpoint": folder, "layer": "1", "head": "1", "space": "position", "fold": "norm weights"}
+    assert told(test) == ""
+
+
+def test_none_survives_in_a_widget(folder: str) -> None:
+    test = opened("logit-attribution", folder, text=TEXT, position="3")
+    widget(test.selectbox, "Position").select(state.NONE).run()
+    assert failures(test) == []
+    assert link_of(test)["position"] == "none"
+    assert test.session_state["values"]["position"] is None
+
+
+def test_no_checkpoint_at_all_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.checkpoint.available", dict)
+    (sentence,) = failures(opened("logit-lens", "/nowhere"))
+    assert "There is no checkpoint here" in sentence
+
+
+def test_a_broken_checkpoint_is_one_sentence(folder: str) -> None:
+    (Path(folder) / "model.safetensors").write_bytes(b"not weights")
+    (sentence,) = failures(opened("logit-lens", folder))
+    assert "expected safetensors weights" in sentence
+    assert "not your fault" not in sentence
+
+
+def test_markdown_in_a_sentence_is_shown_as_it_is() -> None:
+    assert page.plain("a *b* $c$ [d] :red[e]") == r"a \*b\* \$c\$ \[d\] \:red\[e\]"

@@ -1,0 +1,141 @@
+"""Knobs to widgets, from their declarations alone: shared ones in the sidebar, a page's own above its pictures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from analyses.spec import Analysis, Parameter
+from models import checkpoint
+from workbench.dashboard import state
+from workbench.dashboard.computing import Loaded
+from workbench.render.style import GLYPHS, glyph
+
+FEW = 8  # up to so many choices lie side by side
+DEFAULT = "baby"
+BLANKS = {" ": "space", "\n": "line break", "\t": "tab"}
+
+
+# --- the checkpoint --------------------------------------------------------------------------------------------------
+
+
+def given() -> str:
+    """The checkpoint that the program was started with: `streamlit run … -- --checkpoint NAME`."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--checkpoint", default=DEFAULT)
+    return parser.parse_known_args(sys.argv[1:])[0].checkpoint
+
+
+def choose_checkpoint(started_with: str, told: list[str]) -> str | None:
+    """The chooser in the sidebar; None if there is no checkpoint at all."""
+    options = list(checkpoint.available())
+    if started_with not in options and _exists(started_with):
+        options.insert(0, started_with)
+    if not options:
+        return None
+    first = started_with if started_with in options else options[0]
+    wanted = state.link().pop("checkpoint", None)
+    chosen = wanted or state.values().get("checkpoint", first)
+    if chosen not in options:
+        told.append(f"There is no checkpoint {chosen!r} here; {first!r} is shown instead.")
+        chosen = first
+    state.values()["checkpoint"] = chosen
+    _put("widget checkpoint", chosen)
+    st.sidebar.selectbox(
+        "Checkpoint", options, key="widget checkpoint", on_change=_checkpoint_changed, format_func=lambda name: name.rstrip("/"),
+        help="The trained model that is looked into. Its page is Home.",
+    )  # fmt: skip
+    return chosen
+
+
+def _exists(name: str) -> bool:
+    try:
+        checkpoint.find(name)
+    except checkpoint.CheckpointError:
+        return False
+    return True
+
+
+def _checkpoint_changed() -> None:
+    state.values()["checkpoint"] = st.session_state["widget checkpoint"]
+
+
+# --- the knobs -------------------------------------------------------------------------------------------------------
+
+
+def show(analysis: Analysis, loaded: Loaded, knobs: Mapping[str, Any]) -> None:
+    """A widget for every knob of an analysis, showing its settled value."""
+    shared = [parameter for parameter in analysis.parameters.values() if parameter.knob.cursor]
+    own = [parameter for parameter in analysis.parameters.values() if not parameter.knob.cursor]
+    with st.sidebar:
+        for parameter in shared:
+            widget(analysis, parameter, loaded, knobs)
+    per_row = 2 if len(own) in (1, 2, 4) else 3
+    for start in range(0, len(own), per_row):
+        row = own[start : start + per_row]
+        for column, parameter in zip(st.columns(per_row), row, strict=False):
+            with column:
+                widget(analysis, parameter, loaded, knobs)
+
+
+def widget(analysis: Analysis, parameter: Parameter, loaded: Loaded, knobs: Mapping[str, Any]) -> None:
+    """The widget that suits a knob's type and limits."""
+    key = state.key_of(analysis, parameter)
+    # Streamlit mixes up values where one name serves two pages, or choices that have changed.
+    of = knobs.get("text") if parameter.knob.cursor == "position" else ""
+    name = f"widget {analysis.slug} {key} {loaded.id} {of}"
+    value = knobs[parameter.name]
+    _put(name, state.NONE if value is None else value)
+    label = f"**{parameter.name.replace('_', ' ').capitalize()}** · {parameter.knob.help}"
+    common: dict[str, Any] = {"key": name, "on_change": _changed, "args": (key, name, parameter.optional)}
+    allowed = parameter.allowed(loaded.model, knobs)
+    if allowed is not None and not len(allowed.values):
+        st.caption(f"{label}: nothing to choose")
+    elif allowed is not None:
+        _choice(label, parameter, list(allowed.values), knobs, common)
+    elif parameter.type is bool:
+        st.toggle(label, **common)
+    elif parameter.type is str:
+        height = 120 if parameter.knob.cursor else 90
+        st.text_area(label, height=height, help="Ctrl+Enter, or a click elsewhere, applies it.", **common)
+    else:
+        st.number_input(label, step=1 if parameter.type is int else None, **common)
+
+
+def _choice(label: str, parameter: Parameter, options: list[Any], knobs: Mapping[str, Any], common: dict[str, Any]) -> None:
+    characters = parameter.type is str and parameter.choices is None
+    text = str(knobs.get("text", ""))
+
+    def named(option: Any) -> str:
+        if option == state.NONE:
+            return f"last ({len(text) - 1})" if parameter.knob.cursor == "position" else state.NONE
+        if characters:
+            return f"{glyph(option)}  ({BLANKS[option]})" if option in GLYPHS else option
+        if parameter.knob.cursor == "position" and option < len(text):
+            return f"{option} · {glyph(text[option])}"
+        return str(option)
+
+    if parameter.optional:
+        options = [state.NONE, *options]  # None itself would be a widget without a choice
+    short = not characters and len(options) <= FEW and sum(len(named(option)) for option in options) <= 34
+    if short and not parameter.optional:
+        st.segmented_control(label, options, format_func=named, required=True, **common)
+    elif parameter.type is int and not parameter.optional:
+        st.number_input(label, min_value=options[0], max_value=options[-1], step=1, **common)
+    else:
+        st.selectbox(label, options, format_func=named, **common)
+
+
+def _put(name: str, value: Any) -> None:
+    """Make a widget show a value, without disturbing one that already does."""
+    if name not in st.session_state or st.session_state[name] != value:
+        st.session_state[name] = value
+
+
+def _changed(key: str, name: str, optional: bool) -> None:
+    value = st.session_state[name]
+    state.choose(key, None if optional and value == state.NONE else value)
