@@ -70,11 +70,13 @@ def card(found: Checkpoint, corpus: Corpus, other: Checkpoint | None = None) -> 
         other_loss = validation_loss(other.gpt, corpus, other.vocabulary)
         optimiser = other.recipe.optimiser if other.recipe else "unknown"
         steps = other.training.get("steps", "?")
+        scores = head_scores(other, corpus)
         intro = (
             "## The other recipe\n\nThe same architecture and data, trained for comparison and not shipped: optimiser "
-            f"`{optimiser}`, {steps} steps, validation loss {other_loss:.4f}. The recipe decides what there is to see.\n\n"
+            f"`{optimiser}`, {steps} steps, validation loss {other_loss:.4f}, best previous-character score "
+            f"{scores.best_previous:.3f}.\n\n"
         )
-        parts.append(intro + _score_table(head_scores(other, corpus)))
+        parts.append(intro + _score_table(scores))
     return "\n\n".join(parts) + "\n"
 
 
