@@ -22,7 +22,7 @@ Method = Literal["zero", "mean"]
 
 
 @analysis(
-    Heatmap(title="Loss without each head", x="head", y="layer", colour="loss_increase", scale="diverging"),
+    Heatmap(title="Loss without each head", x="head", y="layer", colour="loss_increase", text="loss_increase", scale="diverging"),
     Bars(title="Loss without each layer's unit", x="loss_increase", y="layer"),
     group="Interventions",
 )

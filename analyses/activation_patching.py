@@ -38,9 +38,9 @@ def _is_readable(model: Model, _: Mapping[str, Any], text: str) -> None:
 
 @analysis(
     Heatmap(title="Share of the clean behaviour", x="position", y="layer", colour="recovered", scale="diverging"),
-    Heatmap(title="Share of the clean behaviour", x="head", y="layer", colour="recovered", scale="diverging"),
+    Heatmap(title="Share of the clean behaviour", x="head", y="layer", colour="recovered", text="recovered", scale="diverging"),
     Heatmap(title="Change of the logit difference", x="position", y="layer", colour="effect", scale="diverging"),
-    Heatmap(title="Change of the logit difference", x="head", y="layer", colour="effect", scale="diverging"),
+    Heatmap(title="Change of the logit difference", x="head", y="layer", colour="effect", text="effect", scale="diverging"),
     group="Interventions",
 )
 def activation_patching(

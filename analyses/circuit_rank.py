@@ -65,7 +65,11 @@ def circuit_rank(
             f"{name}_tolerance": (tolerance, "layer head", f"tolerance of the rank of {matrix}", "1"),
             f"{name}_bound": (bound, "", f"bound on the rank of {matrix}", "1"),
         }
-    return labelled(model, **variables)
+    note = (
+        f"On paper the rank of QK is at most {d_head}, of OV at most {d_head + biases}. A singular value counts if it is above "
+        f"{2.2e-16 * max(qk.shape[-2:]):.1e} of the head's largest."
+    )
+    return labelled(model, note=note, **variables)
 
 
 def measured_rank(

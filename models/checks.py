@@ -147,7 +147,7 @@ def _parameters(gpt: GPT) -> Check:
 def _loss(found: Checkpoint, corpus: Corpus | None) -> Check:
     name, recorded = "validation loss, nats per character", recorded_loss(found.path)
     if corpus is None:
-        return Check(name, "not measured: no corpus at hand (give --data)", "", None)
+        return Check(name, "not measured: no corpus at hand; `workbench verify NAME --data TEXT` measures it", "", None)
     try:
         loss = validation_loss(found.gpt, corpus, found.vocabulary)
     except VocabularyError as error:

@@ -201,8 +201,8 @@ def dashboard(
 # --- running analyses: commands made from the signatures -------------------------------------------------------------
 
 
-def command_line(analysis: Analysis, checkpoint: str, knobs: Mapping[str, Any], out: str) -> str:
-    """The `workbench run` line that reproduces a result."""
+def command_line(analysis: Analysis, checkpoint: str, knobs: Mapping[str, Any], out: str, panel: int = 1) -> str:
+    """The `workbench run` line that reproduces a result, or one of its pictures, counted from 1."""
     parts = ["workbench", "run", analysis.slug, "--checkpoint", checkpoint]
     for name, value in knobs.items():
         option = analysis.parameters[name].option
@@ -210,6 +210,7 @@ def command_line(analysis: Analysis, checkpoint: str, knobs: Mapping[str, Any], 
             parts.append(option if value else option.replace("--", "--no-", 1))
         elif value is not None:
             parts += [option, _shown(value)]
+    parts += ["--panel", str(panel)] if panel > 1 else []
     return " ".join(shlex.quote(part) for part in [*parts, "--out", out])
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect, sync_playwright
 
 from analyses.catalogue import ANALYSES
 from models import checkpoint
@@ -46,10 +47,7 @@ def _executable(playwright: Any) -> str:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A browser's profile that reaches this machine only."""
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        _lack("needs playwright: pip install 'tiny-gpt-workbench[test]'")
+    expect.set_options(timeout=SECONDS * 1000)
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=_executable(playwright), args=list(ARGUMENTS))
         context = launched.new_context(viewport={"width": 1440, "height": 900}, accept_downloads=True)
@@ -145,10 +143,6 @@ def drawn(tab: Any) -> int:
     return tab.locator('[data-testid="stVegaLiteChart"] svg').count()
 
 
-def chosen(tab: Any) -> dict[str, str]:
-    return dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(tab.url).query))
-
-
 def heads(tab: Any) -> Any:
     return tab.locator('[data-testid="stVegaLiteChart"]').first.locator(".mark-rect path")
 
@@ -164,43 +158,46 @@ def test_home(tab: Any, address: str) -> None:
 @pytest.mark.parametrize("slug", [analysis.slug for analysis in ANALYSES])
 def test_every_page_draws(slug: str, tab: Any, address: str) -> None:
     look(tab, f"{address}/{slug}" + ("?method=zero" if slug == "ablation" else ""))
-    assert tab.locator('[data-testid="stAlertContentError"]').count() == 0
     assert drawn(tab) >= 1
+    assert tab.locator('[data-testid="stAlertContentError"]').count() == 0
     wide = tab.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert wide[0] <= wide[1]
 
 
 def test_a_click_on_a_head_chooses_it_on_every_page(tab: Any, address: str) -> None:
     look(tab, f"{address}/attention-patterns")
-    assert (chosen(tab)["layer"], chosen(tab)["head"]) == ("0", "0")
+    tab.wait_for_url(re.compile("layer=0.*head=0"))
+    drawn(tab)
     heads(tab).nth(1).click()
     tab.wait_for_url(re.compile("head=1"))
     settled(tab)
-    assert tab.locator('[data-testid="stVegaLiteChart"]').nth(1).get_by_text("The chosen head: L0H1").count() == 1
+    expect(tab.locator('[data-testid="stVegaLiteChart"]').nth(1).get_by_text("The chosen head: L0H1")).to_have_count(1)
     tab.get_by_test_id("stTopNavSection").filter(has_text="Circuits").or_(tab.get_by_text("Circuits", exact=True)).first.click()
     tab.get_by_text("OV circuit", exact=True).locator("visible=true").last.click()
     tab.wait_for_url(re.compile("ov-circuit.*head=1"))
     settled(tab)
-    assert tab.get_by_text("· L0H1").count() == 1
+    expect(tab.get_by_text("· L0H1")).to_have_count(1)
 
 
 def test_an_address_restores_the_view(tab: Any, address: str) -> None:
     look(tab, f"{address}/attention-patterns?text=KING%0AKING&layer=1&head=1")
-    assert tab.locator("textarea").input_value() == "KING\nKING"
-    assert tab.get_by_text("The chosen head: L1H1").count() == 1
+    expect(tab.locator("textarea")).to_have_value("KING\nKING")
+    expect(tab.get_by_text("The chosen head: L1H1")).to_have_count(1)
+    drawn(tab)
     link = tab.url
     look(tab, link)
-    assert tab.url == link
-    assert tab.get_by_text("The chosen head: L1H1").count() == 1
+    expect(tab).to_have_url(link)
+    expect(tab.get_by_text("The chosen head: L1H1")).to_have_count(1)
 
 
 def test_a_wrong_address_is_a_sentence(tab: Any, address: str) -> None:
     look(tab, f"{address}/attention-patterns?text=K%C3%96NIG&layer=99&head=x")
+    drawn(tab)
     told = tab.locator('[data-testid="stAlert"]').inner_text()
     assert "Changed to" in told
     assert "moved to" in told
     assert "not a whole number" in told
-    assert drawn(tab) == 2
+    expect(tab.locator('[data-testid="stVegaLiteChart"] svg')).to_have_count(2)
 
 
 def test_a_wrong_text_stays_and_gives_a_sentence(tab: Any, address: str) -> None:
@@ -209,11 +206,12 @@ def test_a_wrong_text_stays_and_gives_a_sentence(tab: Any, address: str) -> None
     tab.locator("textarea").press("Control+Enter")
     tab.locator('[data-testid="stAlertContentError"]').wait_for()
     assert "'Ö'" in tab.locator('[data-testid="stAlertContentError"]').inner_text()
-    assert tab.locator("textarea").input_value() == "KÖNIG"
+    expect(tab.locator("textarea")).to_have_value("KÖNIG")
 
 
 def test_downloads_are_what_they_say(tab: Any, address: str) -> None:
     look(tab, f"{address}/attention-patterns")
+    expect(tab.locator('[data-testid="stVegaLiteChart"] svg')).to_have_count(2)
     tab.locator('[data-testid="stPopover"]').get_by_role("button", name="Download").last.click()
     for label, magic in (("PNG", b"\x89PNG"), ("PDF", b"%PDF"), ("CSV", b"layer,head,query_position,"), ("NetCDF", b"\x89HDF")):
         with tab.expect_download() as download:

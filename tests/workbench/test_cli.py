@@ -85,24 +85,25 @@ def test_run_writes_the_same_numbers_as_python(stored: Path, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize(
-    ("analysis", "knobs"),
+    ("analysis", "knobs", "panel"),
     [
-        (logit_lens, {"text": "O,\n 'tis $3; so", "site": "resid_mid"}),
-        (qk_circuit, {"layer": 1, "head": 1, "space": "position", "fold": "norm weights and biases"}),
-        (circuit_rank, {"biases": True}),
-        (activation_patching, {"clean": "\nab", "corrupted": " ab", "correct": "\n", "wrong": "'"}),
+        (logit_lens, {"text": "O,\n 'tis $3; so", "site": "resid_mid"}, 3),
+        (qk_circuit, {"layer": 1, "head": 1, "space": "position", "fold": "norm weights and biases"}, 1),
+        (circuit_rank, {"biases": True}, 2),
+        (activation_patching, {"clean": "\nab", "corrupted": " ab", "correct": "\n", "wrong": "'"}, 1),
     ],
 )
 def test_the_shown_command_line_does_what_it_says(
-    analysis: Any, knobs: Any, stored: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+    analysis: Any, knobs: Any, panel: int, stored: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     model = hooked.load(stored)
     expected = analysis(model, **knobs)
     out = tmp_path / "result.nc"
-    line = cli.command_line(analysis, str(stored), analysis.check(model, knobs), str(out))
+    line = cli.command_line(analysis, str(stored), analysis.check(model, knobs), str(out), panel)
     words = shlex.split(line)
     code, _, err = in_process(capsys, monkeypatch, *words[1:])
     assert code == 0, err
+    assert ("--panel" in words) == (panel > 1)
     with xr.open_dataset(out, engine="h5netcdf") as read:
         xr.testing.assert_equal(read.load(), expected)
 

@@ -122,7 +122,7 @@ def _panel(
         st.caption(_beneath(dataset, targets))
         with st.container(horizontal=True, width="content"):
             _download(analysis, dataset, view, knobs, place)
-            _reproduce(analysis, loaded, knobs, address)
+            _reproduce(analysis, loaded, knobs, place, address)
 
 
 def _beneath(dataset: xr.Dataset, targets: Mapping[str, Axis]) -> str:
@@ -148,11 +148,12 @@ def _download(analysis: Analysis, dataset: xr.Dataset, view: View, knobs: Mappin
             )  # fmt: skip
 
 
-def _reproduce(analysis: Analysis, loaded: Loaded, knobs: Mapping[str, Any], address: Mapping[str, str]) -> None:
+def _reproduce(analysis: Analysis, loaded: Loaded, knobs: Mapping[str, Any], place: int, address: Mapping[str, str]) -> None:
     with st.popover("Python"):
         st.code(analysis.python(loaded.name, knobs), language="python")
         st.caption("The same on the command line:")
-        st.code(command_line(analysis, loaded.name, knobs, f"{analysis.slug}.svg"), language="bash", wrap_lines=True)
+        line = command_line(analysis, loaded.name, knobs, f"{analysis.slug}.svg", place + 1)
+        st.code(line, language="bash", wrap_lines=True)
         st.caption("Link to this page as it is:")
         base = (st.context.url or "").split("?")[0]
         st.code(f"{base}?{urllib.parse.urlencode(address)}", language=None, wrap_lines=True)
