@@ -43,7 +43,7 @@ class Outcome:
     """Logits of every cell, and how many activation values its edits really changed (equal values change none)."""
 
     logits: Float[Tensor, "cell position char"]
-    changed: Int[Tensor, cell]
+    changed: Int[Tensor, "cell"]
 
 
 def layer_of(site: str) -> int:
@@ -53,7 +53,7 @@ def layer_of(site: str) -> int:
 
 def intervene(
     model: Model,
-    tokens: Int[Tensor, position],
+    tokens: Int[Tensor, "position"],
     cells: Sequence[Sequence[Edit]],
     cache: dict[str, Tensor],
 ) -> Outcome:

@@ -53,8 +53,8 @@ class Norm:
     Without LayerNorm (`centred` false, weight one, bias zero, scale one) it is the identity.
     """
 
-    weight: Float[Tensor, d_model]
-    bias: Float[Tensor, d_model]
+    weight: Float[Tensor, "d_model"]
+    bias: Float[Tensor, "d_model"]
     centred: bool
     eps: float
 
@@ -116,7 +116,7 @@ class Decomposition:
         return (self.parts.sum(0) - self.stream).abs().max().item()
 
 
-def run(model: Model, tokens: Int[Tensor, position]) -> tuple[Float[Tensor, "position d_vocab"], dict[str, Tensor]]:
+def run(model: Model, tokens: Int[Tensor, "position"]) -> tuple[Float[Tensor, "position d_vocab"], dict[str, Tensor]]:
     """One forward pass: logits, and every activation by hook name, without a batch axis."""
     logits, cache = model.run_with_cache(tokens[None])
     return logits[0], {name: activation[0] for name, activation in cache.items()}
@@ -168,7 +168,7 @@ def unembed(model: Model, stream: Float[Tensor, "*batch d_model"]) -> Float[Tens
 
 
 def character_loss(
-    logits: Float[Tensor, "*batch position char"], tokens: Int[Tensor, position]
+    logits: Float[Tensor, "*batch position char"], tokens: Int[Tensor, "position"]
 ) -> Float[Tensor, "*batch predicted"]:
     """Cross-entropy, nats, of each character but the first, given the logits one place before it."""
     logprobs = logits[..., :-1, :].log_softmax(-1)

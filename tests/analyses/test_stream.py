@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -173,3 +174,8 @@ def test_folded_layer_norm_is_read_as_such(random_weights: Any, vocabulary: Voca
     folded = model(encode(model, TEXT)[None]).detach()
     torch.testing.assert_close(plain, folded, rtol=0, atol=1e-6)  # TransformerLens folds with some float32 in between
     assert logit_attribution(model, TEXT, "d").identity_error <= 1e-9
+
+
+def test_shapes_in_annotations_are_checked_while_tests_run(random_model: Any) -> None:
+    with pytest.raises(jaxtyping.TypeCheckError, match="tokens"):
+        run(random_model, encode(random_model, TEXT)[None])
