@@ -50,7 +50,7 @@ def measure(found: Checkpoint, corpus: Corpus) -> dict[str, Tensor]:
         idx = torch.from_numpy(inputs[start : start + rows]).to(model.cfg.device)
         _, cache = model.run_with_cache(idx, names_filter=lambda name: name in wanted)
         for name, activation in cache.items():
-            total = activation.sum((0, 1), dtype=torch.float64).cpu() * (len(idx) // len(activation))
+            total = activation.sum((0, 1), dtype=torch.float64).cpu()
             sums[name] = sums.get(name, 0) + total
     V = len(found.vocabulary)
     bigram = np.bincount(ids[:-1] * V + ids[1:], minlength=V * V).reshape(V, V)

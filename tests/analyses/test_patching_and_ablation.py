@@ -141,6 +141,25 @@ def test_mean_ablation_puts_in_the_mean_over_the_training_split(small_model: Any
     assert ablation(small_model, text, "mlp", "mean").loss_increase[1].item() == pytest.approx(expected, abs=1e-5)
 
 
+def test_mean_ablation_of_a_head_uses_that_heads_mean(small_model: Any) -> None:
+    text = "KING RICHARD"
+    mean = statistics.mean_activation(small_model, "blocks.0.attn.hook_z")
+
+    def put(head: int) -> Any:
+        def change(z: torch.Tensor) -> torch.Tensor:
+            z[:, :, head] = mean[head]
+            return z
+
+        return change
+
+    increase = ablation(small_model, text).loss_increase
+    base = _loss_with(small_model, text, {})
+    for head in range(2):
+        expected = _loss_with(small_model, text, {"blocks.0.attn.hook_z": put(head)}) - base
+        assert increase[0, head].item() == pytest.approx(expected, abs=1e-6)
+    assert abs(increase[0, 0] - increase[0, 1]) > 1e-5
+
+
 def test_statistics_count_characters_and_pairs(small_model: Any) -> None:
     found = small_model.checkpoint.statistics
     assert found["unigram"].sum() == 2700
