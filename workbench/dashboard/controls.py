@@ -121,7 +121,7 @@ def _choice(label: str, parameter: Parameter, options: list[Any], knobs: Mapping
 
     if parameter.optional:
         options = [state.NONE, *options]  # None itself would be a widget without a choice
-    short = not characters and len(options) <= FEW and sum(len(named(option)) for option in options) <= 34
+    short = not characters and len(options) <= FEW and sum(len(named(option)) for option in options) <= 28
     if short and not parameter.optional:
         st.segmented_control(label, options, format_func=named, required=True, **common)
     elif parameter.type is int and not parameter.optional:
