@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from models.errors import WorkbenchError
 
-Activation = Literal["gelu", "relu"]
+Activation = Literal["gelu", "relu", "gelu_new"]
 Optimiser = Literal["muon", "adamw"]
 Initialisation = Literal["gpt2", "torch"]
 
@@ -47,7 +47,7 @@ class GPTConfig:
     d_model: int  # d, width of the stream
     n_layers: int  # L, blocks
     n_heads: int  # H, heads per block; d_head = d / H
-    activation: Activation = "gelu"  # gelu is the exact one, not the tanh approximation
+    activation: Activation = "gelu"  # the exact one; gelu_new is its tanh approximation, as minGPT has it
     mlp: bool = True  # an MLP d -> 4d -> d after each attention
     residual: bool = True  # sublayers add to their input instead of replacing it
     norm: bool = True  # LayerNorm before attention and before the MLP
@@ -73,7 +73,7 @@ class GPTConfig:
             self.n_heads,
             f"a divisor of d_model = {self.d_model}, so that every head has the same width",
         )
-        _require(self.activation in get_args(Activation), "activation", self.activation, "'gelu' or 'relu'")
+        _require(self.activation in get_args(Activation), "activation", self.activation, "'gelu', 'relu' or 'gelu_new'")
         for spec in fields(self):
             if spec.type == "bool":
                 value = getattr(self, spec.name)
@@ -221,6 +221,14 @@ def _walkthrough(**switches: Any) -> Preset:
     return Preset(GPTConfig(**(plain | switches)), recipe)
 
 
+def _attention_only(n_layers: int, norm: bool) -> Preset:
+    """Elhage et al. (2021): attention only, no biases; without LayerNorm the logits are a sum of paths, exactly."""
+    model = GPTConfig(
+        n_ctx=128, d_model=128, n_layers=n_layers, n_heads=8, mlp=False, norm=norm, final_norm=norm, bias_attention=False
+    )
+    return Preset(model, Recipe(iterations=3000))
+
+
 _BABY: dict[str, Any] = dict(n_ctx=64, d_model=128, n_layers=4, n_heads=4, dropout=0.1)
 _NANOGPT: dict[str, Any] = dict(n_ctx=256, d_model=384, n_layers=6, n_heads=6, tied=True, dropout=0.2, dropout_attention=0.2)
 _BIASED = GPTConfig(**_NANOGPT, bias_qkv=True)
@@ -242,4 +250,10 @@ PRESETS: dict[str, Preset] = {
         residual=True, norm=True, final_norm=True,
         n_ctx=256, d_model=384, n_layers=6, n_heads=6, dropout=0.2, dropout_attention=0.2,
     ),
+    "attn-only-0": _attention_only(0, norm=False),
+    "attn-only-1": _attention_only(1, norm=False),
+    "attn-only-2": _attention_only(2, norm=False),
+    "attn-only-0-ln": _attention_only(0, norm=True),
+    "attn-only-1-ln": _attention_only(1, norm=True),
+    "attn-only-2-ln": _attention_only(2, norm=True),
 }  # fmt: skip

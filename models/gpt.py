@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,11 @@ from torch.nn import functional as F
 
 from models.config import ConfigError, GPTConfig, Initialisation
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+}
 
 
 class LayerNorm(nn.LayerNorm):
@@ -53,6 +58,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.activation_name = config.activation
         self.activation = ACTIVATIONS[config.activation]
         self.input = nn.Linear(config.d_model, config.d_mlp, bias=config.bias_mlp)
         self.output = nn.Linear(config.d_mlp, config.d_model, bias=config.bias_mlp)

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from models.config import Activation
 from models.gpt import GPT, MLP, Attention, Sublayer
 
 
@@ -58,10 +59,16 @@ def attention(x: Tensor, module: Attention) -> tuple[Tensor, Tensor]:
 
 
 def mlp(x: Tensor, module: MLP) -> Tensor:
-    hidden = linear(x, module.input)
-    gelu = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
-    activated = {"gelu": gelu, "relu": hidden.clamp(min=0)}[module.activation.__name__]
-    return linear(activated, module.output)
+    return linear(activate(linear(x, module.input), module.activation_name), module.output)
+
+
+def activate(hidden: Tensor, name: Activation) -> Tensor:
+    """ReLU; GELU x·Φ(x) by the error function; or its approximation by a tanh (Hendrycks & Gimpel 2016), `gelu_new`."""
+    if name == "relu":
+        return hidden.clamp(min=0)
+    if name == "gelu":
+        return hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
+    return hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3))) / 2
 
 
 def run(gpt: GPT, idx: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -25,6 +25,12 @@ PARAMETERS = {
     "baby-tied": 808_320,
     "nanogpt": 10_745_088,
     "nanogpt-biased": 10_770_816,
+    "attn-only-0": 33_024,  # 65·128 + 128·128 + 128·65
+    "attn-only-1": 98_560,  # and 4·128² for each layer
+    "attn-only-2": 164_096,
+    "attn-only-0-ln": 33_280,  # and 2·128 for each LayerNorm: the final one, and one per layer
+    "attn-only-1-ln": 99_072,
+    "attn-only-2-ln": 164_864,
 }
 SIZES: dict[str, Any] = dict(n_ctx=8, d_model=12, n_layers=2, n_heads=3)
 
@@ -139,7 +145,7 @@ def test_nanogpt_has_no_bias_anywhere():
         ("n_layers", -1, "at least 0"),
         ("n_heads", 5, "a divisor of d_model = 12"),
         ("n_heads", 0, "at least 1"),
-        ("activation", "swish", "'gelu' or 'relu'"),
+        ("activation", "swish", "'gelu', 'relu' or 'gelu_new'"),
         ("mlp", 1, "true or false"),
         ("tied", "yes", "true or false"),
         ("bias_norm", None, "true or false"),

@@ -57,6 +57,7 @@ def test_nanogpt_has_an_exact_hooked_transformer(random_weights):
     dict(bias_qkv=True, bias_norm=False, bias_attention=False, bias_mlp=False),
     dict(tied=True, bias_qkv=True),
     dict(activation="relu", extra_projection=True, bias_attention=False, bias_mlp=False),
+    dict(activation="gelu_new"),
     dict(norm=False), dict(norm=False, final_norm=False), dict(final_norm=False), dict(mlp=False), dict(n_layers=0),
     dict(residual=False, norm=False, final_norm=False, extra_projection=True, bias_qkv=True),
     dict(residual=False, norm=False, final_norm=False, bias_attention=False, bias_mlp=False),
