@@ -13,7 +13,7 @@ from models import checkpoint, reference, statistics
 from models.checkpoint import Checkpoint
 from models.config import parameter_count, parameter_table
 from models.corpus import Corpus, windows
-from models.training import validation_loss
+from models.losses import validation_loss
 
 OFFSETS = (0, 1, 2)  # how far back a score looks
 SCORED_WINDOWS = 256

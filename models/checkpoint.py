@@ -1,6 +1,6 @@
 """Checkpoints: one folder each, `model.safetensors` beside a readable `config.json`.
 
-    baby/  model.safetensors         weights, float32
+    baby/  model.safetensors         weights, float32 or float16
            config.json               architecture, vocabulary, preset, recipe
            statistics.safetensors    mean activations over the training split (models.statistics)
            training.csv  README.md   the run and the model card
@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.config import ConfigError, GPTConfig, Recipe
+from models.config import ConfigError, GPTConfig, Recipe, Stored
 from models.errors import WorkbenchError
 from models.gpt import GPT
 from models.vocabulary import Vocabulary, VocabularyError
@@ -185,6 +185,11 @@ def weights_of(gpt: GPT) -> dict[str, Tensor]:
     if gpt.config.tied:
         del state["unembedding.weight"]
     return state
+
+
+def stored(weights: Mapping[str, Tensor], precision: Stored) -> dict[str, Tensor]:
+    """Weights as they are kept on disk: in float32, or rounded to float16."""
+    return {name: tensor.to(getattr(torch, precision)) for name, tensor in weights.items()}
 
 
 def fill(gpt: GPT, tensors: Mapping[str, Tensor], source: Path) -> None:

@@ -20,7 +20,8 @@ from models.config import parameter_count
 from models.corpus import Corpus
 from models.gpt import GPT
 from models.hooked import parity, to_hooked
-from models.training import recorded_loss, validation_loss
+from models.losses import validation_loss
+from models.run import recorded_loss
 from models.vocabulary import VocabularyError
 
 

@@ -12,6 +12,7 @@ from models.errors import WorkbenchError
 Activation = Literal["gelu", "relu", "gelu_new"]
 Optimiser = Literal["muon", "adamw"]
 Initialisation = Literal["gpt2", "torch"]
+Stored = Literal["float32", "float16"]
 
 
 class ConfigError(WorkbenchError):
@@ -122,6 +123,10 @@ class Recipe:
     clip: float = 1.0  # largest gradient norm
     evaluate_every: int = 250  # steps between validations, each over the whole split; every one is a save
     initialisation: Initialisation = "gpt2"
+    repeated: float = 0.0  # share of the windows that are repeated random strings instead of the corpus (models.repeated)
+    periods: Sequence[int] = (10, 64)  # of those: smallest and largest, both included
+    stored: Stored = "float32"  # what the weights are kept in; losses are measured after the rounding
+    moments: Sequence[int] = ()  # steps that a film of the run keeps, ascending
     seed: int = 1337
 
     def __post_init__(self) -> None:
@@ -143,9 +148,25 @@ class Recipe:
         betas_fit = len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
         _require(betas_fit, "betas", betas or self.betas, "two numbers from 0 up to, not including, 1")
         object.__setattr__(self, "betas", betas)  # JSON gives a list
+        _require(_is_number(self.repeated) and 0 <= self.repeated <= 1, "repeated", self.repeated, "a share from 0 to 1")
+        expected = "two whole numbers of at least 1, the smaller first"
+        periods = self._ascending("periods", 1, expected)
+        _require(len(periods) == 2, "periods", periods, expected)
+        moments = self._ascending("moments", 0, "steps of the run, ascending")
+        _require(not moments or moments[-1] <= self.iterations, "moments", moments, f"steps up to iterations = {self.iterations}")
         _require(self.optimiser in get_args(Optimiser), "optimiser", self.optimiser, "'muon' or 'adamw'")
         schemes = get_args(Initialisation)
         _require(self.initialisation in schemes, "initialisation", self.initialisation, "'gpt2' or 'torch'")
+        _require(self.stored in get_args(Stored), "stored", self.stored, "'float32' or 'float16'")
+
+    def _ascending(self, name: str, least: int, expected: str) -> tuple[int, ...]:
+        """A field of whole numbers in order, kept as a tuple; JSON gives a list."""
+        value = getattr(self, name)
+        numbers = tuple(value) if isinstance(value, (tuple, list)) else ("not a list",)
+        fits = all(_is_whole(number) and number >= least for number in numbers) and list(numbers) == sorted(numbers)
+        _require(fits, name, value, expected)
+        object.__setattr__(self, name, numbers)
+        return numbers
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

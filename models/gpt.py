@@ -31,6 +31,21 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(config.d_model, bias=config.bias_norm)
 
 
+class Dropout(nn.Dropout):
+    """Dropout that draws its mask sixteen bits at a time on the CPU, where one draw per value takes a fifth of a step.
+
+    The probability is rounded to a multiple of 2⁻¹⁶ there, and what stays is scaled by the rounded one.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = min(round(self.p * 2**16), 2**16 - 1)
+        if not self.training or dropped == 0 or x.device.type != "cpu":
+            return super().forward(x)
+        draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+        uniform = draws.view(torch.int16)[: x.numel()].view(x.shape)  # −2¹⁵ to 2¹⁵ − 1
+        return x * (uniform >= dropped - 2**15).to(x.dtype).mul_(2**16 / (2**16 - dropped))
+
+
 class Attention(nn.Module):
     """Causal self-attention, all heads in one batched product."""
 
@@ -76,7 +91,7 @@ class Sublayer(nn.Module):
         self.norm = LayerNorm(config) if config.norm else nn.Identity()
         self.inner: Attention | MLP = inner
         self.projection = nn.Linear(config.d_model, config.d_model) if config.extra_projection else nn.Identity()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         written = self.dropout(self.projection(self.inner(self.norm(x))))
@@ -106,7 +121,7 @@ class GPT(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.d_vocab, config.d_model)
         self.position_embedding = nn.Embedding(config.n_ctx, config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.final_norm = LayerNorm(config) if config.final_norm else nn.Identity()
         self.unembedding = nn.Linear(config.d_model, config.d_vocab, bias=config.bias_unembed)

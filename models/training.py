@@ -5,252 +5,64 @@ optimiser state and log together. A resumed run therefore sees the same batches 
 losses equal the uninterrupted run's to the last bit.
 
 This module and what it imports need only torch, numpy, safetensors and tqdm: training runs in a bare PyTorch image.
-Validation loss is the mean cross-entropy in nats per character over the whole validation split, in consecutive
-non-overlapping windows of n_ctx characters, dropout off, float32.
 """
 
 from __future__ import annotations
 
-import csv
-import json
+import ctypes
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional as F
 from tqdm import tqdm
 
 from models import checkpoint
-from models.config import GPTConfig, Recipe
+from models.config import GPTConfig, Recipe, Stored
 from models.corpus import Corpus, windows
-from models.errors import WorkbenchError
 from models.gpt import GPT
+from models.losses import corpus_loss
+from models.optimisers import learning_rate_factor
+from models.parallel import Processes, own_device, this_process, together
+from models.repeated import repeated_strings
+from models.run import Run, TrainingError, film_of
 from models.vocabulary import Vocabulary
 
-COLUMNS = ("step", "training_loss", "validation_loss", "learning_rate_factor", "characters", "seconds")
-LOG, RESUME = "training.csv", "resume"
+Precision = Literal["auto", "float32", "bfloat16"]
 
 
-class TrainingError(WorkbenchError):
-    """Training cannot start or go on; the message says why and what to do. The last save is untouched."""
+# --- data: a function of the step alone ------------------------------------------------------------------------------
 
 
-@dataclass
-class Progress:
-    """Where a run is. All of it goes into every save."""
+def batch(
+    ids: np.ndarray, step: int, recipe: Recipe, config: GPTConfig, processes: Processes | None = None
+) -> tuple[Tensor, Tensor]:
+    """One process' share of step `step`: inputs and next characters, (batch, position) each.
 
-    step: int = 0  # updates made
-    seconds: float = 0.0  # of training, pauses left out
-    best_loss: float = math.inf  # nats per character, validation
-    best_step: int = 0
-    rows: list[dict[str, Any]] = field(default_factory=list)  # of training.csv
-
-
-# --- data and schedule: functions of the step alone ------------------------------------------------------------------
-
-
-def batch(ids: np.ndarray, step: int, recipe: Recipe, n_ctx: int) -> tuple[Tensor, Tensor]:
-    """Random windows of step `step`: inputs and next characters, (batch, position) each."""
-    starts = np.random.default_rng((recipe.seed, step)).integers(0, len(ids) - n_ctx, recipe.batch_size)
-    chunk = torch.from_numpy(ids[starts[:, None] + np.arange(n_ctx + 1)])
-    return chunk[:, :-1], chunk[:, 1:]
-
-
-def learning_rate_factor(step: int, recipe: Recipe) -> float:
-    """Share of the peak learning rate at a step: linear warm-up, then a cosine down to `final_fraction`."""
-    if step < recipe.warmup:
-        return (step + 1) / recipe.warmup
-    share = (step - recipe.warmup) / max(1, recipe.iterations - recipe.warmup)
-    return recipe.final_fraction + (1 - recipe.final_fraction) * (1 + math.cos(math.pi * min(1.0, share))) / 2
-
-
-def build_optimisers(gpt: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """AdamW for everything, or AdamW beside Muon for the two-dimensional matrices inside the blocks.
-
-    Weight decay is for matrices; norms and biases have none.
+    Random windows of the text; of them the share `recipe.repeated`, evenly spread, are repeated random strings instead.
     """
-    named = dict(gpt.named_parameters())
-    inner = [p for name, p in named.items() if recipe.optimiser == "muon" and name.startswith("blocks.") and p.ndim == 2]
-    taken = {id(p) for p in inner}
-    rest = [p for p in named.values() if id(p) not in taken]
-    groups = [
-        {"params": [p for p in rest if p.ndim == 2], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in rest if p.ndim != 2], "weight_decay": 0.0},
-    ]
-    optimisers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW([g for g in groups if g["params"]], lr=recipe.learning_rate, betas=(recipe.betas[0], recipe.betas[1]))
-    ]
-    if inner:
-        optimisers.append(torch.optim.Muon(inner, lr=recipe.muon_learning_rate, weight_decay=recipe.muon_weight_decay))
-    for optimiser in optimisers:
-        for group in optimiser.param_groups:
-            group["peak_lr"] = group["lr"]
-    return optimisers
+    processes = processes or Processes()
+    generator = np.random.default_rng((recipe.seed, step))
+    rows = np.arange(recipe.batch_size * processes.count)
+    starts = generator.integers(0, len(ids) - config.n_ctx, len(rows))
+    chunk = ids[starts[:, None] + np.arange(config.n_ctx + 1)]
+    repeated = np.floor((rows + 1) * recipe.repeated) > np.floor(rows * recipe.repeated)
+    if repeated.any():
+        count = int(repeated.sum())
+        chunk[repeated], _ = repeated_strings(generator, count, config.n_ctx + 1, config.d_vocab, recipe.periods)
+    own = torch.from_numpy(chunk[processes.rank * recipe.batch_size :][: recipe.batch_size])
+    return own[:, :-1], own[:, 1:]
 
 
-# --- measuring -------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def corpus_loss(logits_of: Callable[[Tensor], Tensor], ids: np.ndarray, n_ctx: int, device: torch.device | str = "cpu") -> float:
-    """Mean cross-entropy, nats per character, over all of a text in consecutive windows of n_ctx characters."""
-    inputs, targets = windows(ids, n_ctx)
-    total, rows = 0.0, max(1, 16384 // n_ctx)
-    for start in range(0, len(inputs), rows):
-        idx = torch.from_numpy(inputs[start : start + rows]).to(device)
-        wanted = torch.from_numpy(targets[start : start + rows]).to(device)
-        total += F.cross_entropy(logits_of(idx).flatten(0, 1), wanted.flatten(), reduction="sum").item()
-    return total / targets.size
-
-
-def validation_loss(gpt: GPT, corpus: Corpus, vocabulary: Vocabulary) -> float:
-    """Validation loss of a model as defined at the top of this module."""
-    was_training = gpt.training
-    gpt.eval()
-    try:
-        device = next(gpt.parameters()).device
-        return corpus_loss(lambda idx: gpt(idx)[0], corpus.encoded("validation", vocabulary), gpt.config.n_ctx, device)
-    finally:
-        gpt.train(was_training)
-
-
-def recorded_loss(folder: Path) -> float | None:
-    """The best validation loss in a checkpoint's training.csv; None without one."""
-    return min((float(row["validation_loss"]) for row in read_log(folder)), default=None)
-
-
-def read_log(folder: Path) -> list[dict[str, str]]:
-    """Rows of a checkpoint's training.csv; none without one."""
-    path = folder / LOG
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-# --- saving and going on ---------------------------------------------------------------------------------------------
-
-
-def _pack_optimiser(optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    state = optimiser.state_dict()
-    tensors = {
-        f"{index}.{name}": torch.as_tensor(value).detach().cpu().contiguous().clone()
-        for index, values in state["state"].items()
-        for name, value in values.items()
-        if value is not None
-    }
-    return tensors, state["param_groups"]
-
-
-def _unpack_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = tensor
-    groups = [group | {"betas": tuple(group["betas"])} if "betas" in group else group for group in groups]
-    optimiser.load_state_dict({"state": state, "param_groups": groups})
-
-
-class Run:
-    """One training run: model, optimisers, progress, and the folder that they are saved in."""
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        recipe: Recipe,
-        corpus: Corpus,
-        vocabulary: Vocabulary,
-        out: Path,
-        device: torch.device,
-        preset: str | None,
-    ) -> None:
-        with torch.random.fork_rng():
-            torch.manual_seed(recipe.seed)
-            self.gpt = GPT(config, recipe.initialisation).to(device)
-        self.best = checkpoint.weights_of(self.gpt)
-        self.recipe, self.corpus, self.vocabulary = recipe, corpus, vocabulary
-        self.out, self.device, self.preset = out, device, preset
-        self.optimisers = build_optimisers(self.gpt, recipe)
-        self.progress = Progress()
-
-    def save(self) -> None:
-        """One save, whole: best weights as the checkpoint, latest weights and optimiser state under `resume/`."""
-        with checkpoint.replace_directory(self.out) as folder:
-            save_file(self.best, folder / checkpoint.WEIGHTS)
-            config = self.gpt.config
-            checkpoint.write_config(folder, config, self.vocabulary, self.preset, self.recipe, self.account())
-            with (folder / LOG).open("w", newline="") as file:
-                log = csv.DictWriter(file, COLUMNS)
-                log.writeheader()
-                log.writerows(self.progress.rows)
-            (folder / RESUME).mkdir(exist_ok=True)
-            save_file(checkpoint.weights_of(self.gpt), folder / RESUME / "latest.safetensors")
-            groups = []
-            for number, optimiser in enumerate(self.optimisers):
-                tensors, group = _pack_optimiser(optimiser)
-                save_file(tensors, folder / RESUME / f"optimiser-{number}.safetensors")
-                groups.append(group)
-            state = {"progress": vars(self.progress), "groups": groups}
-            (folder / RESUME / "state.json").write_text(json.dumps(state))
-
-    def account(self) -> dict[str, Any]:
-        """How the weights came about, for `config.json` and the model card."""
-        return {
-            "corpus": self.corpus.name,
-            "corpus_sha256": self.corpus.sha256,
-            "device": describe_device(self.device),
-            "torch": torch.__version__,
-            "steps": self.progress.step,
-            "seconds": round(self.progress.seconds, 1),
-            "best_step": self.progress.best_step,
-            "validation_loss": self.progress.best_loss,
-        }
-
-    def restore(self) -> None:
-        """Take up the last save in `out`."""
-        resume = self.out / RESUME
-        if not (resume / "state.json").is_file():
-            raise TrainingError(f"{self.out} holds nothing to go on from; start without --resume, or give the run's --out")
-        saved = checkpoint.load(self.out)
-        if saved.training.get("corpus_sha256") != self.corpus.sha256:
-            raise TrainingError(
-                f"{self.out} was trained on another text ({saved.training.get('corpus')}); give that, or another --out"
-            )
-        if saved.config != self.gpt.config or saved.vocabulary != self.vocabulary or saved.recipe != self.recipe:
-            theirs, ours = (saved.recipe, self.recipe) if saved.config == self.gpt.config else (saved.config, self.gpt.config)
-            raise TrainingError(
-                f"{self.out} was trained otherwise ({_difference(theirs, ours)}); go on with the same preset, options and text, "
-                "or give another --out"
-            )
-        try:
-            state = json.loads((resume / "state.json").read_text())
-            progress, groups = Progress(**state["progress"]), state["groups"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise TrainingError(f"{resume / 'state.json'} is damaged ({error}); train anew into another --out") from None
-        checkpoint.fill(self.gpt, checkpoint.load_weights(resume / "latest.safetensors"), resume / "latest.safetensors")
-        self.best = checkpoint.weights_of(saved.gpt)
-        for number, (optimiser, group) in enumerate(zip(self.optimisers, groups, strict=True)):
-            _unpack_optimiser(optimiser, checkpoint.load_weights(resume / f"optimiser-{number}.safetensors"), group)
-        self.progress = progress
-
-
-def _difference(saved: Any, asked: Any) -> str:
-    if saved is None:
-        return "it has no recipe"
-    changed = [name for name in vars(asked) if getattr(saved, name) != getattr(asked, name)]
-    return ", ".join(f"{name} {getattr(saved, name)!r}, now {getattr(asked, name)!r}" for name in changed) or "another vocabulary"
-
-
-# --- the loop --------------------------------------------------------------------------------------------------------
+# --- the run ---------------------------------------------------------------------------------------------------------
 
 
 def pick_device(wanted: str = "auto") -> torch.device:
@@ -264,20 +76,6 @@ def pick_device(wanted: str = "auto") -> torch.device:
     return torch.device(wanted)
 
 
-def describe_device(device: torch.device) -> str:
-    """A device in words: the GPU's name, or the processor's and the threads used."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "mps":
-        return "Apple GPU (MPS)"
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        name = models[0] if models else name
-    return f"CPU ({name}, {torch.get_num_threads()} threads)"
-
-
 def train(
     config: GPTConfig,
     recipe: Recipe,
@@ -287,14 +85,21 @@ def train(
     vocabulary: Vocabulary | None = None,
     preset: str | None = None,
     device: str = "auto",
+    precision: Precision = "auto",
     resume: bool = False,
+    film: bool = False,
     show_progress: bool = True,
 ) -> Path:
     """Train a GPT and keep its best weights, by validation loss, in the folder `out`.
 
     Args:
         vocabulary: the text's own characters unless given; must have d_vocab characters.
+        precision: of the products in forward and backward; `auto` is bfloat16 on CUDA, float32 elsewhere. Weights,
+            optimiser and validation are float32 always.
         resume: go on from the last save in `out`; without it `out` must not hold a checkpoint.
+        film: keep the recipe's `moments` too, each as a checkpoint in the folder `out` + "-film".
+
+    Started by torchrun, the processes train one model together, each with `batch_size` windows a step.
 
     Returns:
         The checkpoint's folder.
@@ -304,7 +109,8 @@ def train(
             longer finite. Ctrl-C passes through as KeyboardInterrupt; the last save stays.
     """
     out = Path(out)
-    checkpoint.recover(out)
+    if this_process().is_first:
+        checkpoint.recover(out)
     vocabulary = vocabulary or corpus.vocabulary()
     if len(vocabulary) != config.d_vocab:
         raise TrainingError(
@@ -312,42 +118,71 @@ def train(
         )
     if not resume and checkpoint.is_checkpoint(out):
         raise TrainingError(f"{out} already holds a checkpoint; go on with --resume, or give another folder with --out")
-    run = Run(config, recipe, corpus, vocabulary, out, pick_device(device), preset)
+    if film and not recipe.moments:
+        raise TrainingError("the recipe names no moments for a film; give some, or leave the film out")
+    if film and not resume and film_of(out).exists():
+        raise TrainingError(f"{film_of(out)} exists already; move it away, or give another folder with --out")
+    run = Run(config, recipe, corpus, vocabulary, out, own_device(pick_device(device)), preset, this_process())
     if resume:
         run.restore()
     ids = corpus.encoded("train", vocabulary), corpus.encoded("validation", vocabulary)
     for part in ids:
         windows(part, config.n_ctx)  # a text too short for one window is an error before anything is trained
     devices = [run.device] if run.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _bar(run, show_progress) as bar:
-        _loop(run, *ids, bar)
+    _keep_memory()
+    with torch.random.fork_rng(devices=devices), together(run.device), _bar(run, show_progress) as bar:
+        run.processes.wait()  # until all have looked at `out`
+        _loop(run, *ids, bar, frozenset(recipe.moments if film else ()), _autocast(run.device, precision))
+        run.processes.wait()
     return out
+
+
+def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager:
+    low = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
+
+
+def _keep_memory() -> None:
+    """Tell glibc to keep freed memory: a step frees and asks for the same large blocks, and each return costs page faults."""
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_threshold = -1, -3  # names in malloc.h
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 2**30)
+        libc.mallopt(trim_threshold, 2**30)
 
 
 @contextmanager
 def _bar(run: Run, shown: bool) -> Iterator[tqdm]:
-    per_step = run.recipe.batch_size * run.gpt.config.n_ctx
+    per_step = run.recipe.batch_size * run.gpt.config.n_ctx * run.processes.count
     with tqdm(
         total=run.recipe.iterations * per_step, initial=run.progress.step * per_step, unit="char", unit_scale=True,
-        disable=not shown, mininterval=0.5, desc=str(run.out),
+        disable=not (shown and run.processes.is_first), mininterval=0.5, desc=str(run.out),
     ) as bar:  # fmt: skip
         yield bar
 
 
-def _loop(run: Run, training_ids: np.ndarray, validation_ids: np.ndarray, bar: tqdm) -> None:
-    gpt, recipe, progress = run.gpt, run.recipe, run.progress
-    on_cuda = run.device.type == "cuda"
-    forward = torch.compile(gpt) if on_cuda else gpt
-    precision = torch.autocast("cuda", torch.bfloat16) if on_cuda else nullcontext()
+def _loop(
+    run: Run,
+    training_ids: np.ndarray,
+    validation_ids: np.ndarray,
+    bar: tqdm,
+    moments: frozenset[int],
+    autocast: AbstractContextManager,
+) -> None:
+    gpt, recipe, progress, processes = run.gpt, run.recipe, run.progress, run.processes
+    forward = processes.share(gpt)
+    if run.device.type == "cuda":
+        forward = torch.compile(forward)  # type: ignore[assignment]
+    own = () if processes.is_first else (processes.rank,)
     losses: list[Tensor] = []
     since = time.perf_counter()
     if not progress.rows:
-        _evaluate(run, validation_ids, math.nan, since)
+        since = _evaluate(run, validation_ids, math.nan, since, moments)
     while progress.step < recipe.iterations:
         gpt.train()
-        torch.manual_seed(int(np.random.default_rng((recipe.seed, progress.step, 1)).integers(2**62)))  # dropout
-        idx, targets = (part.to(run.device) for part in batch(training_ids, progress.step, recipe, gpt.config.n_ctx))
-        with precision:
+        torch.manual_seed(int(np.random.default_rng((recipe.seed, progress.step, 1, *own)).integers(2**62)))  # dropout
+        idx, targets = (part.to(run.device) for part in batch(training_ids, progress.step, recipe, gpt.config, processes))
+        with autocast:
             _, loss = forward(idx, targets)
         for optimiser in run.optimisers:
             optimiser.zero_grad(set_to_none=True)
@@ -360,24 +195,31 @@ def _loop(run: Run, training_ids: np.ndarray, validation_ids: np.ndarray, bar: t
             optimiser.step()
         losses.append(loss.detach())
         progress.step += 1
-        bar.update(idx.numel())
+        bar.update(idx.numel() * processes.count)
         if progress.step % 20 == 0:
             bar.set_postfix(step=progress.step, loss=f"{loss.item():.3f}", best=f"{progress.best_loss:.4f}", refresh=False)
-        if progress.step % recipe.evaluate_every == 0 or progress.step == recipe.iterations:
-            mean = torch.stack(losses).double().mean().item()
+        is_due = progress.step % recipe.evaluate_every == 0 or progress.step == recipe.iterations
+        if is_due or progress.step in moments:
+            mean = processes.mean(torch.stack(losses).double().mean()).item()
             if not math.isfinite(mean):
                 raise TrainingError(
                     f"the loss is no longer finite before step {progress.step}; lower the learning rate and train anew"
                 )
-            since = _evaluate(run, validation_ids, mean, since)
+            since = _evaluate(run, validation_ids, mean, since, moments)
             losses = []
 
 
-def _evaluate(run: Run, validation_ids: np.ndarray, training_loss: float, since: float) -> float:
+def _evaluate(run: Run, validation_ids: np.ndarray, training_loss: float, since: float, moments: frozenset[int]) -> float:
     """Validate over the whole split, log, keep the weights if they are the best so far, save. Returns the time now."""
-    gpt, progress = run.gpt, run.progress
-    gpt.eval()
-    loss = corpus_loss(lambda idx: gpt(idx)[0], validation_ids, gpt.config.n_ctx, run.device)
+    if not run.processes.is_first:
+        return since
+    progress = run.progress
+
+    def as_stored(precision: Stored) -> tuple[GPT, float]:
+        gpt = rounded(run.gpt, precision).eval()
+        return gpt, corpus_loss(lambda idx: gpt(idx)[0], validation_ids, gpt.config.n_ctx, run.device)
+
+    gpt, loss = as_stored(run.recipe.stored)
     if loss < progress.best_loss:
         progress.best_loss, progress.best_step = loss, progress.step
         run.best = checkpoint.weights_of(gpt)
@@ -389,23 +231,42 @@ def _evaluate(run: Run, validation_ids: np.ndarray, training_loss: float, since:
             "training_loss": training_loss,
             "validation_loss": loss,
             "learning_rate_factor": learning_rate_factor(progress.step, run.recipe),
-            "characters": progress.step * run.recipe.batch_size * gpt.config.n_ctx,
+            "characters": progress.step * run.recipe.batch_size * run.processes.count * gpt.config.n_ctx,
             "seconds": round(progress.seconds, 3),
         }
     )
     run.save()
+    if progress.step in moments:
+        run.keep_moment(*as_stored("float16"))
     return time.perf_counter()
 
 
-def with_options(recipe: Recipe, iterations: int | None = None, optimiser: str | None = None, seed: int | None = None) -> Recipe:
-    """A recipe with what a command line overrides; shorter runs evaluate and warm up at least as often."""
-    changes: dict[str, Any] = {}
-    if optimiser is not None:
-        changes["optimiser"] = optimiser
-    if seed is not None:
-        changes["seed"] = seed
+def rounded(gpt: GPT, precision: Stored) -> GPT:
+    """The model as it will be read back: itself in float32, else a copy whose weights are rounded."""
+    if precision == "float32":
+        return gpt
+    copy = deepcopy(gpt)
+    checkpoint.fill(copy, checkpoint.stored(checkpoint.weights_of(gpt), precision), Path("the model"))
+    return copy
+
+
+def with_options(
+    config: GPTConfig,
+    recipe: Recipe,
+    *,
+    iterations: int | None = None,
+    optimiser: str | None = None,
+    seed: int | None = None,
+    batch_size: int | None = None,
+    dropout: float | None = None,
+) -> tuple[GPTConfig, Recipe]:
+    """A preset with what a command line overrides; shorter runs evaluate and warm up at least as often."""
+    changes: dict[str, Any] = {"optimiser": optimiser, "seed": seed, "batch_size": batch_size}
     if iterations is not None:
         changes["iterations"] = iterations
         changes["evaluate_every"] = min(recipe.evaluate_every, iterations)
         changes["warmup"] = min(recipe.warmup, iterations // 10)
-    return replace(recipe, **changes)
+        changes["moments"] = tuple(step for step in recipe.moments if step <= iterations)
+    if dropout is not None:
+        config = replace(config, dropout=dropout, dropout_attention=dropout if config.dropout_attention else 0.0)
+    return config, replace(recipe, **{name: value for name, value in changes.items() if value is not None})

@@ -43,7 +43,7 @@ def list_checkpoints() -> None:
     """List the checkpoints at hand."""
     from models.checkpoint import available, load
     from models.config import parameter_count
-    from models.training import recorded_loss
+    from models.run import recorded_loss
 
     for name, path in available().items():
         found, loss = load(path), recorded_loss(path)
@@ -111,25 +111,42 @@ def train(
     iterations: Annotated[int | None, typer.Option(help="Steps; the preset's own number unless given.")] = None,
     optimiser: Annotated[Literal["muon", "adamw"] | None, typer.Option(help="The preset's own unless given.")] = None,
     seed: Annotated[int | None, typer.Option(help="The preset's own unless given.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Windows a step (of each process); the preset's own unless given.")
+    ] = None,
+    dropout: Annotated[float | None, typer.Option(help="The preset's own unless given.")] = None,
+    precision: Annotated[
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="Of forward and backward; auto is bfloat16 on CUDA.")
+    ] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder to write; checkpoints/PRESET unless given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last save in the folder.")] = False,
+    film: Annotated[bool, typer.Option("--film", help="Keep the preset's moments too, in the folder OUT-film.")] = False,
 ) -> None:
-    """Train a preset and write a checkpoint with its model card. Ctrl-C stops it; --resume goes on exactly."""
+    """Train a preset and write a checkpoint with its model card. Ctrl-C stops it; --resume goes on exactly.
+
+    Several processes train one model with `torchrun --nproc-per-node=N -m workbench train PRESET`.
+    """
     from models import card, training
     from models import corpus as corpora
     from models.config import PRESETS, ConfigError
+    from models.parallel import this_process
 
     if preset not in PRESETS:
         raise ConfigError(f"there is no preset {preset!r}; give one of: {', '.join(PRESETS)}")
     chosen, corpus, folder = PRESETS[preset], corpora.load(data), out or Path("checkpoints") / preset
-    recipe = training.with_options(chosen.recipe, iterations, optimiser, seed)
+    config, recipe = training.with_options(
+        *chosen, iterations=iterations, optimiser=optimiser, seed=seed, batch_size=batch_size, dropout=dropout
+    )
     try:
-        training.train(chosen.model, recipe, corpus, folder, preset=preset, device=device, resume=resume)
+        training.train(
+            config, recipe, corpus, folder, preset=preset, device=device, precision=precision, resume=resume, film=film
+        )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo(f"\nStopped. The last save is whole; go on with the same command and --resume (folder {folder}).", err=True)
         raise typer.Exit(130) from None
-    typer.echo(f"Trained: {folder}. Measuring statistics and heads for its card …", err=True)
-    typer.echo(card.write(folder, corpus))
+    if this_process().is_first:
+        typer.echo(f"Trained: {folder}. Measuring statistics and heads for its card …", err=True)
+        typer.echo(card.write(folder, corpus))
 
 
 @app.command()

@@ -132,7 +132,7 @@ def mean_initial_loss(name: str, corpus: Corpus, random_targets: bool, seeds: in
     ids = corpus.encoded("train", corpus.vocabulary())
     losses = []
     for seed in range(seeds):
-        idx, targets = batch(ids, seed, recipe, model.n_ctx)
+        idx, targets = batch(ids, seed, recipe, model)
         if random_targets:
             targets = torch.randint(65, targets.shape, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():

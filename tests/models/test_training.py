@@ -27,12 +27,16 @@ from packaging.utils import canonicalize_name
 from safetensors.torch import load_file
 
 from models import checkpoint, reference, training
+from models import run as runs
 from models.checkpoint import CheckpointError
 from models.config import PRESETS, GPTConfig, Recipe
 from models.corpus import Corpus, CorpusError
 from models.errors import WorkbenchError
 from models.gpt import GPT
-from models.training import COLUMNS, LOG, RESUME, TrainingError
+from models.losses import corpus_loss, validation_loss
+from models.optimisers import Muon, build_optimisers, learning_rate_factor, orthogonalise
+from models.parallel import Processes
+from models.run import COLUMNS, LOG, RESUME, TrainingError
 from models.vocabulary import Vocabulary, VocabularyError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,10 +170,10 @@ def test_the_checkpoint_holds_the_best_weights_and_not_the_last(tmp_path, monkey
     assert 0 < best < 9  # the run is of the kind that is meant
     assert losses[-1] > losses[best] + 0.3
     found = checkpoint.load(out)
-    assert training.validation_loss(found.gpt, RANDOM, found.vocabulary) == pytest.approx(losses[best], abs=1e-6)
+    assert validation_loss(found.gpt, RANDOM, found.vocabulary) == pytest.approx(losses[best], abs=1e-6)
     latest = GPT(found.config)
     checkpoint.fill(latest, load_file(out / RESUME / "latest.safetensors"), out)
-    assert training.validation_loss(latest, RANDOM, found.vocabulary) == pytest.approx(losses[-1], abs=1e-6)
+    assert validation_loss(latest, RANDOM, found.vocabulary) == pytest.approx(losses[-1], abs=1e-6)
 
 
 def test_the_checkpoint_is_complete_and_none_of_it_is_a_pickle(uninterrupted, vocabulary):
@@ -203,7 +207,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(uninterrupted, tmp_pat
 
 def test_a_run_interrupted_while_it_saves_goes_on_from_the_save_before(uninterrupted, tmp_path, small_corpus, monkeypatch):
     recipe, whole = uninterrupted
-    out, save_file, saves = tmp_path / "run", training.save_file, []
+    out, save_file, saves = tmp_path / "run", runs.save_file, []
 
     def interrupted(tensors: Any, path: Path) -> None:
         saves.append(path.name)
@@ -212,7 +216,7 @@ def test_a_run_interrupted_while_it_saves_goes_on_from_the_save_before(uninterru
         save_file(tensors, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "save_file", interrupted)
+        patch.setattr(runs, "save_file", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(out, small_corpus, recipe=recipe)
     assert 0 < len(rows(out)) < len(rows(whole))
@@ -412,7 +416,7 @@ def test_validation_loss_is_the_mean_over_the_whole_split_in_windows(uninterrupt
         losses += [-math.log(probabilities[place, ids[start + 1 + place]]) for place in range(8)]
     assert len(losses) == (len(ids) - 1) // 8 * 8
     expected = sum(losses) / len(losses)
-    assert training.validation_loss(gpt, small_corpus, vocabulary) == pytest.approx(expected, abs=1e-6)
+    assert validation_loss(gpt, small_corpus, vocabulary) == pytest.approx(expected, abs=1e-6)
     assert min(validation_losses(out)) == pytest.approx(expected, abs=1e-6)
 
 
@@ -426,7 +430,7 @@ def test_a_long_text_is_measured_whole():
         calls.append(len(idx))
         return table[idx]
 
-    measured = training.corpus_loss(logits_of, ids, 3)
+    measured = corpus_loss(logits_of, ids, 3)
     assert len(calls) > 1
     assert calls[-1] != calls[0]
     count = (len(ids) - 1) // 3 * 3  # the last partial window is left out
@@ -438,7 +442,7 @@ def test_a_long_text_is_measured_whole():
 @pytest.mark.parametrize("mode", [True, False])
 def test_validation_is_without_dropout_and_leaves_the_mode_as_it_was(small_corpus, vocabulary, mode):
     gpt = GPT(replace(CONFIG, dropout=0.5)).train(mode)
-    losses = [training.validation_loss(gpt, small_corpus, vocabulary) for _ in range(2)]
+    losses = [validation_loss(gpt, small_corpus, vocabulary) for _ in range(2)]
     assert losses[0] == losses[1]
     assert gpt.training is mode
 
@@ -448,7 +452,7 @@ def test_validation_is_without_dropout_and_leaves_the_mode_as_it_was(small_corpu
 
 def test_a_batch_is_windows_of_the_text_with_the_characters_that_follow():
     ids = np.arange(100, 140)
-    idx, targets = training.batch(ids, 0, replace(RECIPE, batch_size=500), 8)
+    idx, targets = training.batch(ids, 0, replace(RECIPE, batch_size=500), CONFIG)
     assert idx.shape == targets.shape == (500, 8)
     assert torch.equal(targets, idx + 1)
     assert torch.equal(idx[:, 1:], idx[:, :-1] + 1)
@@ -457,15 +461,15 @@ def test_a_batch_is_windows_of_the_text_with_the_characters_that_follow():
 
 def test_a_batch_depends_on_seed_and_step_alone():
     ids = np.arange(1000)
-    first = training.batch(ids, 3, RECIPE, 8)[0]
-    assert torch.equal(first, training.batch(ids, 3, RECIPE, 8)[0])
-    assert not torch.equal(first, training.batch(ids, 4, RECIPE, 8)[0])
-    assert not torch.equal(first, training.batch(ids, 3, replace(RECIPE, seed=1), 8)[0])
+    first = training.batch(ids, 3, RECIPE, CONFIG)[0]
+    assert torch.equal(first, training.batch(ids, 3, RECIPE, CONFIG)[0])
+    assert not torch.equal(first, training.batch(ids, 4, RECIPE, CONFIG)[0])
+    assert not torch.equal(first, training.batch(ids, 3, replace(RECIPE, seed=1), CONFIG)[0])
 
 
 def test_the_rate_warms_up_and_falls_along_a_cosine():
     recipe = Recipe(iterations=110, warmup=10, final_fraction=0.2)
-    factors = [training.learning_rate_factor(step, recipe) for step in range(111)]
+    factors = [learning_rate_factor(step, recipe) for step in range(111)]
     assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert factors[10] == 1
     assert factors[60] == pytest.approx(0.6)  # half way between 1 and 0.2
@@ -476,34 +480,34 @@ def test_the_rate_warms_up_and_falls_along_a_cosine():
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_every_step_uses_its_rate_and_clipped_gradients(tmp_path, small_corpus, monkeypatch, optimiser):
     recipe = replace(RECIPE, iterations=12, optimiser=optimiser, clip=0.01)
-    build, rates, norms = training.build_optimisers, [], []
+    rates, norms = [], []
 
     def watched(gpt: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
         def note(*_: Any) -> None:
             norms.append(torch.stack([parameter.grad.norm() for parameter in gpt.parameters()]).norm().item())
             rates.append([group["lr"] / group["peak_lr"] for own in optimisers for group in own.param_groups])
 
-        optimisers = build(gpt, recipe)
+        optimisers = build_optimisers(gpt, recipe)
         optimisers[-1].register_step_post_hook(note)  # by then every optimiser has its rate
         return optimisers
 
-    monkeypatch.setattr(training, "build_optimisers", watched)
+    monkeypatch.setattr(runs, "build_optimisers", watched)
     train(tmp_path / "run", small_corpus, recipe=recipe)
     assert norms == pytest.approx([0.01] * 12, rel=1e-3)
     for step, factors in enumerate(rates):
-        assert factors == pytest.approx([training.learning_rate_factor(step, recipe)] * len(factors))
+        assert factors == pytest.approx([learning_rate_factor(step, recipe)] * len(factors))
 
 
 def test_without_warm_up_the_rate_starts_at_its_peak():
-    assert training.learning_rate_factor(0, Recipe(warmup=0)) == 1
+    assert learning_rate_factor(0, Recipe(warmup=0)) == 1
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_muon_has_the_matrices_inside_the_blocks_and_adamw_the_rest(tied):
     gpt = GPT(replace(CONFIG, tied=tied))
     names = {id(parameter): name for name, parameter in gpt.named_parameters()}
-    adamw, muon = training.build_optimisers(gpt, RECIPE)
-    assert (type(adamw), type(muon)) == (torch.optim.AdamW, torch.optim.Muon)
+    adamw, muon = build_optimisers(gpt, RECIPE)
+    assert (type(adamw), type(muon)) == (torch.optim.AdamW, Muon)
     decayed, plain = ({names[id(p)] for p in group["params"]} for group in adamw.param_groups)
     inner = {names[id(p)] for group in muon.param_groups for p in group["params"]}
     unembedding = set() if tied else {"unembedding.weight"}
@@ -516,20 +520,145 @@ def test_muon_has_the_matrices_inside_the_blocks_and_adamw_the_rest(tied):
 
 def test_adamw_alone_has_every_parameter_once():
     gpt = GPT(CONFIG)
-    (adamw,) = training.build_optimisers(gpt, replace(RECIPE, optimiser="adamw"))
+    (adamw,) = build_optimisers(gpt, replace(RECIPE, optimiser="adamw"))
     held = [id(p) for group in adamw.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in gpt.parameters())
     assert all((p.ndim == 2) == (group["weight_decay"] > 0) for group in adamw.param_groups for p in group["params"])
 
 
-def test_a_recipe_is_overridden_by_a_command_line_and_stays_sound():
-    recipe = Recipe(iterations=3000, evaluate_every=250, warmup=100)
-    assert training.with_options(recipe) == recipe
-    shorter = training.with_options(recipe, iterations=50, optimiser="adamw", seed=0)
-    assert (shorter.iterations, shorter.evaluate_every, shorter.warmup) == (50, 50, 5)
-    assert (shorter.optimiser, shorter.seed) == ("adamw", 0)
-    longer = training.with_options(recipe, iterations=9000)
+def test_a_preset_is_overridden_by_a_command_line_and_stays_sound():
+    recipe = Recipe(iterations=3000, evaluate_every=250, warmup=100, moments=(0, 40, 3000))
+    assert training.with_options(CONFIG, recipe) == (CONFIG, recipe)
+    config, shorter = training.with_options(CONFIG, recipe, iterations=50, optimiser="adamw", seed=0, batch_size=3, dropout=0.0)
+    assert (shorter.iterations, shorter.evaluate_every, shorter.warmup, shorter.moments) == (50, 50, 5, (0, 40))
+    assert (shorter.optimiser, shorter.seed, shorter.batch_size) == ("adamw", 0, 3)
+    assert (config.dropout, config.dropout_attention) == (0, 0)
+    assert training.with_options(replace(CONFIG, dropout_attention=0.0), recipe, dropout=0.3)[0].dropout_attention == 0
+    _, longer = training.with_options(CONFIG, recipe, iterations=9000)
     assert (longer.iterations, longer.evaluate_every, longer.warmup) == (9000, 250, 100)
+
+
+# --- Muon ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (8, 8)])
+def test_muon_makes_pytorch_s_updates(shape):
+    """Up to the bfloat16 in which that one works: five steps with momentum, decay and both shapes' scale."""
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    gradients = torch.randn(5, *shape, generator=torch.Generator().manual_seed(1))
+    ends = []
+    for kind in (Muon, torch.optim.Muon):
+        parameter = torch.nn.Parameter(start.clone())
+        optimiser = kind([parameter], lr=0.1, weight_decay=0.5)
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimiser.step()
+        ends.append(parameter.detach())
+    ours, theirs = (end - start for end in ends)
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_matrices_are_made_nearly_orthogonal_each_by_itself():
+    matrices = torch.randn(3, 5, 9, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-3, 1, 1e3])[:, None, None]
+    near = orthogonalise(matrices)
+    assert torch.linalg.svdvals(near).min() > 0.6
+    assert torch.linalg.svdvals(near).max() < 1.3
+    U, _, Vh = torch.linalg.svd(matrices, full_matrices=False)
+    assert (near - U @ Vh).norm() < 0.3 * (U @ Vh).norm()
+    assert torch.allclose(orthogonalise(matrices.mT), near.mT, atol=1e-5)
+    assert torch.allclose(orthogonalise(matrices[1:2]), near[1:2], atol=1e-5)
+
+
+# --- repeated strings, several processes -----------------------------------------------------------------------------
+
+
+def test_a_share_of_the_windows_are_repeated_strings():
+    ids = np.arange(100, 140)  # nothing that a random string over 12 characters could hold
+    recipe = replace(RECIPE, batch_size=40, repeated=0.25, periods=(2, 3))
+    idx, targets = training.batch(ids, 0, recipe, CONFIG)
+    drawn = idx[:, 0] < 100
+    assert drawn.sum() == 10
+    assert drawn[3::4].all()  # evenly spread, so that every process has its share
+    whole = torch.cat([idx, targets[:, -1:]], dim=1)[drawn]
+    assert all(any(torch.equal(row[period:], row[:-period]) for period in (2, 3)) for row in whole)
+    assert (training.batch(ids, 0, replace(recipe, repeated=0.0), CONFIG)[0] >= 100).all()
+    assert (training.batch(ids, 0, replace(recipe, repeated=1.0), CONFIG)[0] < 100).all()
+
+
+@pytest.mark.parametrize("repeated", [0.0, 0.5])
+def test_two_processes_share_what_one_would_draw_with_twice_the_batch(repeated):
+    ids, recipe = np.arange(1000), replace(RECIPE, repeated=repeated)
+    whole = training.batch(ids, 7, replace(recipe, batch_size=16), CONFIG)
+    shares = [training.batch(ids, 7, recipe, CONFIG, Processes(2, rank)) for rank in range(2)]
+    for part in range(2):
+        assert torch.equal(torch.cat([share[part] for share in shares]), whole[part])
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_float16_weights_have_the_loss_that_is_recorded(tmp_path, small_corpus):
+    recipe = replace(RECIPE, stored="float16")
+    out = train(tmp_path / "run", small_corpus, recipe=recipe)
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.float16}
+    found = checkpoint.load(out)
+    assert validation_loss(found.gpt, small_corpus, found.vocabulary) == pytest.approx(
+        found.training["validation_loss"], abs=1e-7
+    )
+    latest = load_file(out / RESUME / "latest.safetensors")
+    assert {tensor.dtype for tensor in latest.values()} == {torch.float32}
+    assert not torch.equal(latest["blocks.0.mlp.inner.input.weight"], found.gpt.state_dict()["blocks.0.mlp.inner.input.weight"])
+    plain = train(tmp_path / "plain", small_corpus)  # the run itself takes no notice of how it is stored
+    assert torch.equal(
+        load_file(plain / RESUME / "latest.safetensors")["token_embedding.weight"], latest["token_embedding.weight"]
+    )
+
+
+def test_a_film_keeps_the_moments_as_checkpoints(tmp_path, small_corpus):
+    recipe = replace(RECIPE, moments=(0, 3, 20))
+    out = train(tmp_path / "run", small_corpus, recipe=recipe, film=True)
+    assert [row["step"] for row in rows(out)] == ["0", "3", "5", "10", "15", "20"]
+    moments = sorted((tmp_path / "run-film").iterdir())
+    assert [moment.name for moment in moments] == ["step-00000", "step-00003", "step-00020"]
+    for moment, step in zip(moments, recipe.moments, strict=True):
+        found = checkpoint.load(moment)
+        assert found.training["steps"] == step
+        measured = validation_loss(found.gpt, small_corpus, found.vocabulary)
+        assert measured == pytest.approx(found.training["validation_loss"], abs=1e-7)
+        logged = next(float(row["validation_loss"]) for row in rows(out) if row["step"] == str(step))
+        assert measured == pytest.approx(logged, abs=1e-3)
+    unfilmed = train(tmp_path / "plain", small_corpus, recipe=replace(recipe, moments=()))
+    ends = [load_file(folder / RESUME / "latest.safetensors") for folder in (out, unfilmed)]
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())  # filming changes nothing
+
+
+def test_a_film_that_was_interrupted_goes_on(tmp_path, small_corpus, monkeypatch):
+    recipe, out = replace(RECIPE, moments=(2, 7, 12)), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_at(patch, 9)
+        with pytest.raises(KeyboardInterrupt):
+            train(out, small_corpus, recipe=recipe, film=True)
+    train(out, small_corpus, recipe=recipe, film=True, resume=True)
+    whole = train(tmp_path / "whole", small_corpus, recipe=recipe, film=True)
+    assert_same_run(out, whole)
+    for step in recipe.moments:
+        films = [load_file(tmp_path / film / f"step-{step:05d}" / "model.safetensors") for film in ("run-film", "whole-film")]
+        assert all(torch.equal(tensor, films[1][name]) for name, tensor in films[0].items())
+
+
+def test_a_film_needs_moments_and_a_free_place(tmp_path, small_corpus):
+    with pytest.raises(TrainingError, match="moments"):
+        train(tmp_path / "run", small_corpus, film=True)
+    (tmp_path / "run-film").mkdir()
+    with pytest.raises(TrainingError, match="run-film exists"):
+        train(tmp_path / "run", small_corpus, recipe=replace(RECIPE, moments=(1,)), film=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_bfloat16_products_are_used_when_asked_for(tmp_path, small_corpus):
+    exact, low = (train(tmp_path / name, small_corpus, precision=name) for name in ("float32", "bfloat16"))
+    assert {tensor.dtype for tensor in load_file(low / "model.safetensors").values()} == {torch.float32}
+    assert 0 < abs(validation_losses(exact)[-1] - validation_losses(low)[-1]) < 0.05
 
 
 # --- good manners ----------------------------------------------------------------------------------------------------
@@ -623,5 +752,5 @@ def test_every_preset_can_make_its_optimisers():
     for name in ("baby", "baby-tied", "walkthrough-4.2", "walkthrough-4.8"):
         model, recipe = PRESETS[name]
         gpt = GPT(model)
-        held = [p for optimiser in training.build_optimisers(gpt, recipe) for g in optimiser.param_groups for p in g["params"]]
+        held = [p for optimiser in build_optimisers(gpt, recipe) for g in optimiser.param_groups for p in g["params"]]
         assert sum(p.numel() for p in held) == sum(p.numel() for p in gpt.parameters())
