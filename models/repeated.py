@@ -45,18 +45,19 @@ class Induction:
 
     first: float  # loss until one copy has been seen, nats per character: ln V is the best there is
     later: float  # loss from there on
-    induction: Tensor  # layer head, 0 to 1: mean attention to the character after the last occurrence of the present one
-    duplicate: Tensor  # layer head: to that last occurrence itself
+    induction: Tensor  # layer head, 0 to 1: attention to what followed the same place of earlier copies
+    duplicate: Tensor  # layer head: to the same place of earlier copies itself
     previous: Tensor  # layer head: to the previous character
-    chance: float  # what a head scores that attends everywhere alike
+    chance: float  # induction of a head that attends everywhere alike
 
 
 @torch.no_grad()
 def induction(gpt: GPT, strings: int = 256, seed: int = 0, periods: Sequence[int] | None = None) -> Induction:
     """Measure induction over random periods, which no head that looks a fixed distance back can fake.
 
-    Every query q that has a whole period behind it counts: the induction key is q − period + 1, the duplicate q − period.
-    Patterns are the reference implementation's.
+    Scores are means over every query that has a whole period behind it, query q ≥ period. Its induction keys are
+    q − n·period + 1 for n = 1, 2, …; its duplicate keys q − n·period; attention to all of them is added up. Patterns are
+    the reference implementation's.
 
     Args:
         periods: smallest and largest; 10 to half the context unless given.
@@ -68,32 +69,38 @@ def induction(gpt: GPT, strings: int = 256, seed: int = 0, periods: Sequence[int
     low, high = periods or (min(10, T // 2), T // 2)
     if T < 4 or 2 * low > T:
         raise RepeatedError(f"the model reads {T} characters; repeated strings need at least {max(4, 2 * low)}")
-    ids, period = repeated_strings(np.random.default_rng(seed), strings, T + 1, gpt.config.d_vocab, (low, high))
-    queries = np.arange(T) >= period[:, None]
-    places = np.arange(T) - period[:, None]
+    ids, drawn = repeated_strings(np.random.default_rng(seed), strings, T + 1, gpt.config.d_vocab, (low, high))
     device = next(gpt.parameters()).device
-    losses, totals, chance = [], torch.zeros(3, gpt.config.n_layers, gpt.config.n_heads, dtype=torch.float64), 0.0
+    period, place = torch.from_numpy(drawn)[:, None, None], torch.arange(T)
+    back = place[:, None] - place  # query key
+    counts = (place >= period[..., 0])[..., None]  # string query 1
+    targets = torch.stack(
+        [
+            counts & ((back + 1) % period == 0) & (back + 1 >= period),
+            counts & (back % period == 0) & (back >= period),
+            counts & (back == 1),
+        ]
+    ).to(device)  # kind string query key
+    losses, scores = [], torch.zeros(3, gpt.config.n_layers, gpt.config.n_heads, dtype=torch.float64)
     was_training = gpt.training
     gpt.eval()
-    for rows in np.array_split(np.arange(strings), max(1, strings // 32)):
-        idx = torch.from_numpy(ids[rows]).to(device)
+    for rows in torch.arange(strings).split(32):
+        idx = torch.from_numpy(ids)[rows].to(device)
         logits, patterns = reference.run(gpt, idx[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten(), reduction="none")
         losses.append(loss.view(len(rows), T).double().cpu())
-        batch, query = np.nonzero(queries[rows])
-        for kind, key in enumerate((places[rows][batch, query] + 1, places[rows][batch, query], query - 1)):
-            for layer, pattern in enumerate(patterns):
-                totals[kind, layer] += pattern[batch, :, query, key].sum(0).double().cpu()
-        chance += (1 / (query + 1)).sum()
+        for layer, pattern in enumerate(patterns):
+            own = targets[:, rows].to(pattern.dtype)
+            scores[:, layer] += torch.einsum("sijk,nsjk->ni", pattern, own).double().cpu()
     gpt.train(was_training)
-    loss, count = torch.cat(losses), queries.sum()
-    is_later = torch.from_numpy(queries)
-    to_induction, to_duplicate, to_previous = (totals / count).float()
+    loss, seen, queries = torch.cat(losses), counts[..., 0], counts.sum()
+    uniform = (targets[0].double() / (place[:, None] + 1).to(device)).sum().item()
+    to_induction, to_duplicate, to_previous = (scores / queries).float()
     return Induction(
-        first=loss[~is_later].mean().item(),
-        later=loss[is_later].mean().item(),
+        first=loss[~seen].mean().item(),
+        later=loss[seen].mean().item(),
         induction=to_induction,
         duplicate=to_duplicate,
         previous=to_previous,
-        chance=chance / count,
+        chance=uniform / queries.item(),
     )
