@@ -16,13 +16,12 @@ from models.checkpoint import Checkpoint
 from models.config import PRESETS, parameter_count, parameter_table
 from models.corpus import Corpus, windows
 from models.losses import validation_loss
-from models.repeated import induction
+from models.repeated import SHORTEST, induction
 from models.run import read_log
 from models.training import with_options
 
 OFFSETS = (0, 1, 2)  # how far back a score looks
 SCORED_WINDOWS = 256
-SHORTEST = 20  # positions that a repeated string of ten characters needs
 
 
 @dataclass(frozen=True)

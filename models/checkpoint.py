@@ -54,7 +54,9 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        return _own_name(self.path)
+        """The folder's name; with its film's for a moment of one: `baby-film/step-00400`."""
+        film = self.path.parent.name
+        return f"{film}/{_own_name(self.path)}" if film.endswith("-film") else _own_name(self.path)
 
     @property
     def config(self) -> GPTConfig:
@@ -97,7 +99,16 @@ def find(name: str | Path) -> Path:
     path = Path(name)
     known = ", ".join(available()) or "none"
     if len(path.name) < 256 and path.is_file():
-        raise CheckpointError(f"{path} is {describe_file(path)}; expected the folder of a checkpoint, or one of: {known}")
+        what, ours = describe_file(path), path.name == WEIGHTS and is_checkpoint(path.parent)
+        way = (
+            f"give its folder {path.parent}" if ours else f"import it first with `workbench import {path} --out checkpoints/NAME`"
+        )
+        way = f"; {way}" if what.startswith(("a zip archive", "a Python pickle", "a safetensors file")) else ""
+        raise CheckpointError(f"{path} is {what}; expected the folder of a checkpoint, or one of: {known}{way}")
+    for folder in (path, Path("checkpoints") / name, INSTALLED / name):
+        moments = sorted(place for place in folder.glob("step-*") if is_checkpoint(place)) if len(path.name) < 256 else []
+        if moments:
+            raise CheckpointError(f"{name} is a film: give one of its moments, such as {Path(name) / moments[0].name}")
     if len(path.name) < 256 and path.is_dir():
         lacking = " and ".join(part for part in (WEIGHTS, CONFIG) if not (path / part).is_file())
         raise CheckpointError(f"the folder {path} has no {lacking}, so it is not a checkpoint; known names: {known}")
@@ -235,7 +246,14 @@ def write_config(
     (folder / CONFIG).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def save(path: str | Path, gpt: GPT, vocabulary: Vocabulary, preset: str | None = None, recipe: Recipe | None = None) -> Path:
+def save(
+    path: str | Path,
+    gpt: GPT,
+    vocabulary: Vocabulary,
+    preset: str | None = None,
+    recipe: Recipe | None = None,
+    training: Mapping[str, Any] | None = None,
+) -> Path:
     """Save a model as a checkpoint folder; files beside the weights and the configuration stay as they are.
 
     Raises:
@@ -249,7 +267,7 @@ def save(path: str | Path, gpt: GPT, vocabulary: Vocabulary, preset: str | None 
         require_finite(name, tensor, path)
     with replace_directory(path) as folder:
         save_file(tensors, folder / WEIGHTS)
-        write_config(folder, gpt.config, vocabulary, preset, recipe)
+        write_config(folder, gpt.config, vocabulary, preset, recipe, training)
     return path
 
 

@@ -18,6 +18,8 @@ from models import reference
 from models.errors import WorkbenchError
 from models.gpt import GPT
 
+SHORTEST = 20  # positions that two copies of ten characters need; below that, scores say little
+
 
 class RepeatedError(WorkbenchError):
     """A context is too short for what is asked; the message says how long it must be."""

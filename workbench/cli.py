@@ -100,6 +100,23 @@ def generate(
     typer.echo(hooked.generate(hooked.load(checkpoint), _typed(prompt), length, temperature, top_k, seed))
 
 
+@app.command("import")
+def import_checkpoint(
+    file: Annotated[Path, typer.Argument(help="A .pt or .safetensors file of nanoGPT, minGPT, the lecture or TransformerLens.")],
+    out: Annotated[Path, typer.Option(help="Folder to write, as in checkpoints/NAME.")],
+    vocabulary: Annotated[Path | None, typer.Option(help="nanoGPT's meta.pkl; the one beside the file unless given.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The text it was trained on: its characters, its validation loss.")] = None,
+    heads: Annotated[int | None, typer.Option(help="How many, where the file does not tell.")] = None,
+    activation: Annotated[Literal["gelu", "gelu_new", "relu"] | None, typer.Option(help="The layout's own unless given.")] = None,
+) -> None:
+    """Turn somebody else's checkpoint into one of ours, after proof that both compute the same."""
+    from models import importers
+
+    found = importers.bring(file, out, vocabulary=vocabulary, data=data, heads=heads, activation=activation)
+    for line in [*importers.report(found), str(found.path)]:
+        typer.echo(line)
+
+
 # --- training --------------------------------------------------------------------------------------------------------
 
 
@@ -128,8 +145,10 @@ def train(
     """
     from models import card, training
     from models import corpus as corpora
+    from models import film as films
     from models.config import PRESETS, ConfigError
     from models.parallel import this_process
+    from models.run import film_of
 
     if preset not in PRESETS:
         raise ConfigError(f"there is no preset {preset!r}; give one of: {', '.join(PRESETS)}")
@@ -147,6 +166,23 @@ def train(
     if this_process().is_first:
         typer.echo(f"Trained: {folder}. Measuring statistics and heads for its card …", err=True)
         typer.echo(card.write(folder, corpus))
+        if film:
+            typer.echo(films.write(film_of(folder), corpus))
+
+
+@app.command()
+def ladder(
+    data: Data = None,
+    iterations: Annotated[int | None, typer.Option(help="Steps of each; the presets' own number unless given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The presets' own unless given.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write the models and the table to.")] = Path("checkpoints"),
+) -> None:
+    """Train the course's models 4.2 to 4.10 alike, as far as they are not there, and tabulate what each piece buys."""
+    from models import corpus as corpora
+    from models import ladder as ladders
+
+    path = ladders.climb(out, corpora.load(data), iterations=iterations, seed=seed)
+    typer.echo(path.read_text(encoding="utf-8"))
 
 
 @app.command()
