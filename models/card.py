@@ -150,8 +150,9 @@ def _again(found: Checkpoint) -> str | None:
     for name in ("iterations", "optimiser", "seed", "batch_size"):
         if getattr(found.recipe, name) != getattr(preset.recipe, name):
             changes[name] = getattr(found.recipe, name)
-    if found.config.dropout != preset.model.dropout:
-        changes["dropout"] = found.config.dropout
+    for name in ("dropout", "dropout_attention"):
+        if getattr(found.config, name) != getattr(preset.model, name):
+            changes[name] = getattr(found.config, name)
     if with_options(*preset, **changes) != (found.config, found.recipe):
         return None
     options = [f"--{name.replace('_', '-')} {value}" for name, value in changes.items()]

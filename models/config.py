@@ -259,6 +259,7 @@ _NANOGPT: dict[str, Any] = dict(n_ctx=256, d_model=384, n_layers=6, n_heads=6, t
 _BIASED = GPTConfig(**_NANOGPT, bias_qkv=True)
 _UNBIASED = replace(_BIASED, bias_qkv=False, bias_attention=False, bias_mlp=False, bias_norm=False)
 
+_NANOGPT_RECIPE = Recipe(iterations=5000, muon_learning_rate=0.01, stored="float16")
 _BABY_RECIPE = Recipe(
     iterations=6000, moments=(0, 10, 20, 40, 80, 150, 250, 400, 600, 900, 1300, 1800, 2500, 3500, 4700, 6000)
 )  # fmt: skip
@@ -266,8 +267,8 @@ _BABY_RECIPE = Recipe(
 PRESETS: dict[str, Preset] = {
     "baby": Preset(GPTConfig(**_BABY), _BABY_RECIPE),
     "baby-tied": Preset(GPTConfig(**_BABY, tied=True), _BABY_RECIPE),
-    "nanogpt": Preset(_UNBIASED, Recipe(iterations=5000, muon_learning_rate=0.01)),
-    "nanogpt-biased": Preset(_BIASED, Recipe(iterations=5000, muon_learning_rate=0.01)),
+    "nanogpt": Preset(_UNBIASED, _NANOGPT_RECIPE),
+    "nanogpt-biased": Preset(_BIASED, _NANOGPT_RECIPE),
     "walkthrough-4.2": _walkthrough(n_layers=1, mlp=False),
     "walkthrough-4.4": _walkthrough(n_layers=1),
     "walkthrough-4.6": _walkthrough(),

@@ -259,6 +259,7 @@ def with_options(
     seed: int | None = None,
     batch_size: int | None = None,
     dropout: float | None = None,
+    dropout_attention: float | None = None,
 ) -> tuple[GPTConfig, Recipe]:
     """A preset with what a command line overrides; shorter runs evaluate and warm up at least as often."""
     changes: dict[str, Any] = {"optimiser": optimiser, "seed": seed, "batch_size": batch_size}
@@ -267,6 +268,9 @@ def with_options(
         changes["evaluate_every"] = min(recipe.evaluate_every, iterations)
         changes["warmup"] = min(recipe.warmup, iterations // 10)
         changes["moments"] = tuple(step for step in recipe.moments if step <= iterations)
-    if dropout is not None:
-        config = replace(config, dropout=dropout, dropout_attention=dropout if config.dropout_attention else 0.0)
-    return config, replace(recipe, **{name: value for name, value in changes.items() if value is not None})
+    dropouts = {"dropout": dropout, "dropout_attention": dropout_attention}
+    return replace(config, **_given(dropouts)), replace(recipe, **_given(changes))
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

@@ -132,6 +132,7 @@ def train(
         int | None, typer.Option(help="Windows a step (of each process); the preset's own unless given.")
     ] = None,
     dropout: Annotated[float | None, typer.Option(help="The preset's own unless given.")] = None,
+    dropout_attention: Annotated[float | None, typer.Option(help="The preset's own unless given; 0 is much faster.")] = None,
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option(help="Of forward and backward; auto is bfloat16 on CUDA.")
     ] = "auto",
@@ -154,8 +155,9 @@ def train(
         raise ConfigError(f"there is no preset {preset!r}; give one of: {', '.join(PRESETS)}")
     chosen, corpus, folder = PRESETS[preset], corpora.load(data), out or Path("checkpoints") / preset
     config, recipe = training.with_options(
-        *chosen, iterations=iterations, optimiser=optimiser, seed=seed, batch_size=batch_size, dropout=dropout
-    )
+        *chosen, iterations=iterations, optimiser=optimiser, seed=seed, batch_size=batch_size, dropout=dropout,
+        dropout_attention=dropout_attention,
+    )  # fmt: skip
     try:
         training.train(
             config, recipe, corpus, folder, preset=preset, device=device, precision=precision, resume=resume, film=film
