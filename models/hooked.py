@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +43,49 @@ def to_hooked(gpt: GPT, vocabulary: Vocabulary | None = None) -> Any:
     Raises:
         ConfigError: no residual connections but LayerNorm, which would see the widened stream whole.
     """
+    if int(version("transformer-lens").partition(".")[0]) >= 4:
+        from models.bridge import to_bridge  # which needs this module for its weights
+
+        return to_bridge(gpt, vocabulary)
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-    config = gpt.config
+    config, cfg = gpt.config, HookedTransformerConfig(**architecture(gpt))
+    device = gpt.token_embedding.weight.device
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
+        model = HookedTransformer(cfg, move_to_device=False).to(device, print_details=False)
+    for block in model.blocks:
+        if cfg.normalization_type and not config.norm:
+            block.ln1 = nn.Identity()
+            if config.mlp:
+                block.ln2 = nn.Identity()
+    if cfg.normalization_type and not config.final_norm:
+        model.ln_final = nn.Identity()
+    model.setup()
+    state = {name: torch.zeros_like(tensor) if name.split(".")[-1].startswith("b") else tensor
+             for name, tensor in model.state_dict().items()}  # fmt: skip
+    model.load_state_dict(state | stream_weights(gpt))
+    model.eval()
+    if vocabulary is not None:
+        attach_vocabulary(model, vocabulary)
+    return model
+
+
+def architecture(gpt: GPT) -> dict[str, Any]:
+    """TransformerLens' configuration of a GPT: the fields that its classes of models have in common.
+
+    Raises:
+        ConfigError: no residual connections but LayerNorm, which would see the widened stream whole.
+    """
+    config, weight = gpt.config, gpt.token_embedding.weight
     if not config.residual and (config.norm or config.final_norm):
         raise ConfigError(
             "a model without residual connections but with LayerNorm has no exact HookedTransformer; "
             "turn residual on, or norm and final_norm off"
         )
-    weight = gpt.token_embedding.weight
-    sublayers = config.n_layers * (2 if config.mlp else 1)
-    cfg = HookedTransformerConfig(
+    return dict(
         n_layers=config.n_layers,
-        d_model=config.d_model if config.residual else config.d_model * (1 + sublayers),
+        d_model=config.d_model if config.residual else config.d_model * (1 + _sublayers(gpt)),
         n_ctx=config.n_ctx,
         d_head=config.d_head,
         n_heads=config.n_heads,
@@ -69,25 +100,15 @@ def to_hooked(gpt: GPT, vocabulary: Vocabulary | None = None) -> Any:
         model_name="gpt",
         init_weights=False,
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
-        model = HookedTransformer(cfg, move_to_device=False).to(weight.device, print_details=False)
-    for block in model.blocks:
-        if cfg.normalization_type and not config.norm:
-            block.ln1 = nn.Identity()
-            if config.mlp:
-                block.ln2 = nn.Identity()
-    if cfg.normalization_type and not config.final_norm:
-        model.ln_final = nn.Identity()
-    model.setup()
-    state = {name: torch.zeros_like(tensor) if name.split(".")[-1].startswith("b") else tensor
-             for name, tensor in model.state_dict().items()}  # fmt: skip
-    state |= translate(gpt) if config.residual else _widen(translate(gpt), sublayers)
-    model.load_state_dict(state)
-    model.eval()
-    if vocabulary is not None:
-        attach_vocabulary(model, vocabulary)
-    return model
+
+
+def stream_weights(gpt: GPT) -> dict[str, Tensor]:
+    """`translate(gpt)`; without residual connections on the widened stream (see `_widen`)."""
+    return translate(gpt) if gpt.config.residual else _widen(translate(gpt), _sublayers(gpt))
+
+
+def _sublayers(gpt: GPT) -> int:
+    return gpt.config.n_layers * (2 if gpt.config.mlp else 1)
 
 
 @torch.no_grad()
@@ -268,7 +289,8 @@ def generate(
 def content_hash(model: Model) -> str:
     """Twelve hex digits that identify a model's weights, whatever precision they are held in."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    named: dict[str, Tensor] = getattr(model, "named_weights", model.state_dict)()  # one and the same names, whatever the class
+    for name, tensor in sorted(named.items()):
         if name.endswith((".mask", ".IGNORE")):
             continue
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
