@@ -718,11 +718,12 @@ def top_level_names_beside(*allowed: str) -> list[str]:
 
 
 def test_training_needs_nothing_but_torch_numpy_safetensors_and_tqdm(tmp_path, small_corpus):
-    """Two steps in a Python where everything else that is installed cannot be imported."""
+    """`python -m models` for two steps, in a Python where everything else that is installed cannot be imported."""
     script = """
+        import runpy
         import sys
 
-        absent = set(sys.argv[3].split()) - {"models", "analyses", "workbench", "checkpoints"}
+        absent = set(sys.argv.pop(1).split()) - {"models", "analyses", "workbench", "checkpoints"}
 
         class Bare:
             def __init__(self, finder):
@@ -732,20 +733,20 @@ def test_training_needs_nothing_but_torch_numpy_safetensors_and_tqdm(tmp_path, s
                 return None if name.partition(".")[0] in absent else self.finder.find_spec(name, path, target)
 
         sys.meta_path[:] = map(Bare, sys.meta_path)
-        from models import training
-        from models.config import GPTConfig, Recipe
-        from models.corpus import read
-
-        config = GPTConfig(d_vocab=12, n_ctx=8, d_model=16, n_layers=1, n_heads=2)
-        training.train(config, Recipe(iterations=2), read(sys.argv[1]), sys.argv[2], device="cpu")
+        runpy.run_module("models", run_name="__main__", alter_sys=True)
     """
     absent = top_level_names_beside("torch", "numpy", "safetensors", "tqdm")
     assert {"transformer_lens", "transformers", "xarray", "pandas", "einops", "jaxtyping", "pooch", "platformdirs"} <= set(absent)
     assert not {"torch", "numpy", "safetensors", "tqdm"} & set(absent)
-    (tmp_path / "text").write_text(small_corpus.text)
-    done = run_python(script, str(tmp_path / "text"), str(tmp_path / "run"), " ".join(absent))
+    text = tmp_path / "text"
+    text.write_text("\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" + small_corpus.text)
+    command = ["walkthrough-4.10", "--data", str(text), "--out", str(tmp_path / "run"), "--device", "cpu", "--iterations", "2"]
+    done = run_python(script, " ".join(absent), *command)
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in rows(tmp_path / "run")] == ["0", "2"]
+    again = run_python(script, " ".join(absent), *command)
+    assert again.returncode == 2
+    assert "already holds a checkpoint" in again.stderr.splitlines()[-1]
 
 
 def test_every_preset_can_make_its_optimisers():
