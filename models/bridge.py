@@ -2,9 +2,9 @@
 
 The bridge's own components for such models (`TransformerBridge.boot_native`) compute the same logits, but some of their
 hook points are not what their names say: `hook_attn_scores` fires on the pattern, after the softmax, and an edit there is
-thrown away (in 3.9 one of `hook_pattern` too); an edit of `hook_resid_mid` reaches the MLP but not the stream; and
-`hook_normalized` lacks the norm's weight and bias. So the components here compute each step themselves, and a hook point
-means what it means in a `HookedTransformer`: same name, same value, and an edit goes on into the computation.
+thrown away (in 3.9 one of `hook_pattern` too); and an edit of `hook_resid_mid` reaches the MLP but not the stream. So the
+components here compute each step themselves, and a hook point means what it means in a `HookedTransformer`: same name, same
+value, and an edit goes on into the computation.
 
 With `models.hooked` this is the only module that names TransformerLens' classes. It loads them when it is imported, which
 takes seconds, so import it inside functions. It works under TransformerLens 3.9 as well.
@@ -162,13 +162,17 @@ class Network(nn.Module):
 
 
 class LayerNorm(NormalizationBridge):
-    """(x − mean)/scale · w + b, with hooks on the scale and on the whole result."""
+    """(x − mean)/scale · w + b, with hooks on the scale and on the quotient."""
+
+    property_aliases: dict[str, str] = {}  # taken once, they would miss that folding puts other parameters in place
+    w = property(lambda self: self.original_component.weight)
+    b = property(lambda self: self.original_component.bias)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         x = self.hook_in(hidden_states)
         x = x - x.mean(-1, keepdim=True)
         scale = self.hook_scale((x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
-        return self.hook_out(self.hook_normalized(x / scale * self.w + self.b))
+        return self.hook_out(self.hook_normalized(x / scale) * self.w + self.b)
 
 
 class Attention(AttentionBridge):
@@ -198,6 +202,10 @@ class Attention(AttentionBridge):
 
 class MLP(MLPBridge):
     """Linear, activation, linear; hooks before and after the activation are those of the linear maps."""
+
+    property_aliases: dict[str, str] = {}  # as in LayerNorm
+    b_in = property(lambda self: self.get_submodule("in").bias)
+    b_out = property(lambda self: self.out.bias)
 
     def __init__(self, cfg: Any) -> None:
         super().__init__("mlp", cfg, submodules={"in": LinearBridge(name="fc_in"), "out": LinearBridge(name="fc_out")})

@@ -174,7 +174,7 @@ def test_mean_ablation_without_statistics_says_what_to_do(random_model: Any) -> 
 
 def test_statistics_of_other_weights_are_refused(small_model: Any) -> None:
     with torch.no_grad():
-        small_model.blocks[0].attn.W_V += 0.1
+        small_model.blocks[0].attn.W_V.add_(0.1)
     with pytest.raises(StatisticsError, match="belong to weights"):
         ablation(small_model, "KING", "head", "mean")
 
