@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models import checkpoint, reference, statistics
+from models import checkpoint, importers, reference, statistics
 from models.checkpoint import Checkpoint
 from models.config import PRESETS, parameter_count, parameter_table
 from models.corpus import Corpus, windows
@@ -130,6 +130,8 @@ def _recipe(found: Checkpoint) -> str:
             f"the weights are those of step {told['best_step']:,}, the best by validation loss."
             + (" `training.csv` has the whole run." if read_log(found.path) else "")
         )
+    elif "imported_from" in told:
+        lines.append("Imported, not trained here.\n\n" + "\n".join(f"* {line}" for line in importers.report(found)))
     elif told:
         lines.append("What is known of it: " + "; ".join(f"{name} {value}" for name, value in told.items()) + ".")
     if found.recipe is not None:

@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from models import checkpoint
-from models.config import ConfigError
+from models.config import Activation, ConfigError
 from models.gpt import GPT, Sublayer, sample
 from models.protocol import Model
 from models.vocabulary import Vocabulary, VocabularyError
@@ -306,13 +306,25 @@ def hook(found: checkpoint.Checkpoint) -> Any:
     return model
 
 
-def load(name: str | Path = "baby") -> Any:
+def load(
+    name: str | Path = "baby",
+    *,
+    vocabulary: str | Path | None = None,
+    data: str | Path | None = None,
+    heads: int | None = None,
+    activation: Activation | None = None,
+) -> Any:
     """Load a checkpoint, by name or path, as a HookedTransformer (see the module's first lines).
+
+    The path may also be a file of nanoGPT and others; the other arguments are for such a file: see `models.importers.load`.
 
     Raises:
         models.checkpoint.CheckpointError: it is missing or broken.
+        models.importers.ImporterError: it is a file of a layout that is not known, or does not tell enough.
     """
-    return hook(checkpoint.load(name))
+    from models import importers  # which needs this module for its proof
+
+    return hook(importers.load(name, vocabulary=vocabulary, data=data, heads=heads, activation=activation))
 
 
 # --- proof -----------------------------------------------------------------------------------------------------------
