@@ -11,7 +11,7 @@ from torch import Tensor
 from analyses.axes import labelled
 from analyses.interventions import Edit, intervene
 from analyses.spec import Knob, ScoredText, analysis
-from analyses.stream import UnsupportedModel, character_loss, require_standard, run
+from analyses.stream import UnsupportedModel, character_loss, require_blocks, require_standard, run
 from analyses.views import Bars, Heatmap
 from models.hooked import encode
 from models.protocol import Model
@@ -53,6 +53,7 @@ def ablation(
         UnsupportedModel: the model has no such unit.
     """
     require_standard(model)
+    require_blocks(model)
     if unit == "mlp" and model.cfg.attn_only:
         raise UnsupportedModel("this model has no MLP; give another unit: head, attention or block")
     tokens = encode(model, text)

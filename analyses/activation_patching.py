@@ -14,7 +14,7 @@ import xarray as xr
 from analyses.axes import labelled
 from analyses.interventions import Edit, intervene
 from analyses.spec import Character, Knob, analysis
-from analyses.stream import UnsupportedModel, require_standard, run
+from analyses.stream import UnsupportedModel, require_blocks, require_standard, run
 from analyses.views import Heatmap
 from models.hooked import encode, vocabulary_of
 from models.protocol import Model
@@ -74,6 +74,7 @@ def activation_patching(
         UnsupportedModel: the model has no such site.
     """
     require_standard(model)
+    require_blocks(model)
     if site == "mlp_out" and model.cfg.attn_only:
         raise UnsupportedModel("this model has no MLP; give another site: resid_pre, attn_out or head_z")
     texts = {"clean": encode(model, clean), "corrupted": encode(model, corrupted)}

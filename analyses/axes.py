@@ -48,6 +48,13 @@ class NotFinite(WorkbenchError):
 Variable = tuple[Any, str, str, str]
 
 
+WIDENED = (
+    "This model has no residual stream. It is analysed on the widened stream, where each sublayer reads the last d coordinates "
+    "written and writes d fresh ones: the same function, but d_model, sums along the stream and what is read early are of that "
+    "construction."
+)
+
+
 def labelled(
     model: Model,
     tokens: Tensor | None = None,
@@ -94,9 +101,16 @@ def labelled(
         dataset[axis].attrs["long_name"] = AXES[str(axis)]
     if identity is not None:
         dataset.attrs["identity"], dataset.attrs["identity_error"] = identity[0], float(identity[1])
-    if note is not None:
-        dataset.attrs["note"] = note
+    notes = [sentence for sentence in (note, WIDENED if _is_widened(model) else None) if sentence]
+    if notes:
+        dataset.attrs["note"] = " ".join(notes)
     return dataset
+
+
+def _is_widened(model: Model) -> bool:
+    """Whether a checkpoint without residual connections was converted (see `models.hooked`)."""
+    origin = getattr(model, "checkpoint", None)
+    return origin is not None and not origin.config.residual
 
 
 def _array(values: Any) -> np.ndarray:

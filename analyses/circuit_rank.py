@@ -12,7 +12,7 @@ from torch import Tensor
 from analyses.axes import labelled
 from analyses.circuits import stack_heads
 from analyses.spec import Knob, analysis
-from analyses.stream import require_standard
+from analyses.stream import require_blocks, require_standard
 from analyses.views import Heatmap, Lines
 from models.protocol import Model
 
@@ -47,6 +47,7 @@ def circuit_rank(
         UnsupportedModel: rotary positions or grouped keys, which have no single QK matrix per head.
     """
     require_standard(model)
+    require_blocks(model)
     double = {name: stack_heads(model, name).double() for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")}
     if biases:
         q, k, v = (torch.cat([double[f"W_{x}"], double[f"b_{x}"][:, :, None]], dim=2) for x in "QKV")

@@ -10,7 +10,7 @@ import xarray as xr
 
 from analyses.axes import labelled
 from analyses.spec import Knob, Text, analysis
-from analyses.stream import UnsupportedModel, require_standard, run, unembed
+from analyses.stream import UnsupportedModel, require_blocks, require_standard, run, unembed
 from analyses.views import Heatmap, Lines
 from models.hooked import encode, vocabulary_of
 from models.protocol import Model
@@ -51,6 +51,7 @@ def logit_lens(
         UnsupportedModel: the model has no MLP, so no `resid_mid`; or its norm cannot be read.
     """
     require_standard(model)
+    require_blocks(model)
     if site == "resid_mid" and model.cfg.attn_only:
         raise UnsupportedModel("this model has no MLP, so its blocks have no resid_mid; give resid_pre or resid_post")
     tokens = encode(model, text)

@@ -118,6 +118,11 @@ class Parameter:
         """Its name on the command line."""
         return "--" + self.name.replace("_", "-")
 
+    def default_for(self, model: Model) -> Any:
+        """The default; a text that is longer than the model reads, cropped to its end as in generation."""
+        is_text = isinstance(self.default, str) and self.choices is None
+        return self.default[-model.cfg.n_ctx :] if is_text else self.default
+
     def allowed(self, model: Model, knobs: Mapping[str, Any]) -> Allowed | None:
         """The values it may take, given the model and the knobs before it; None if any of its type will do."""
         if self.choices is not None:
@@ -130,6 +135,8 @@ class Parameter:
             return None
         value = self._typed(value)
         allowed = self.allowed(model, knobs)
+        if allowed is not None and not len(allowed.values):
+            raise KnobError(f"{self.name}: there is nothing to choose among {allowed.inside}; give a model that has some")
         if allowed is not None and value not in allowed.values:
             raise KnobError(f"{self.name} {value!r} is outside {allowed.inside}; give {_span(allowed.values)}")
         if self.knob.check is not None:
@@ -212,7 +219,7 @@ class Analysis:
         return {parameter.name: _parameter(parameter, hints[parameter.name]) for parameter in declared}
 
     def check(self, model: Model, knobs: Mapping[str, Any]) -> dict[str, Any]:
-        """All knobs, defaults filled in and validated in order.
+        """All knobs, defaults filled in (to fit the model, see `Parameter.default_for`) and validated in order.
 
         Raises:
             KnobError: one is unknown or out of range.
@@ -222,7 +229,8 @@ class Analysis:
                 raise KnobError(f"{self.slug} has no knob {name!r}; it has: {', '.join(self.parameters) or 'none'}")
         checked: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
-            checked[name] = parameter.checked(model, checked, knobs.get(name, parameter.default))
+            value = knobs[name] if name in knobs else parameter.default_for(model)
+            checked[name] = parameter.checked(model, checked, value)
         return checked
 
     def __call__(self, model: Model, *positional: Any, **knobs: Any) -> xr.Dataset:

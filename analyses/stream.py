@@ -43,6 +43,16 @@ def require_standard(model: Model) -> None:
             raise UnsupportedModel(f"this model has {got}; this analysis is exact only with {expected}")
 
 
+def require_blocks(model: Model) -> None:
+    """Refuse a model without blocks where there would be nothing to look at.
+
+    Raises:
+        UnsupportedModel: it has none.
+    """
+    if model.cfg.n_layers == 0:
+        raise UnsupportedModel("this model has no blocks, only embedding and unembedding; this analysis needs at least one block")
+
+
 # --- norms -----------------------------------------------------------------------------------------------------------
 
 

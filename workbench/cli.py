@@ -285,7 +285,8 @@ def _command(analysis: Analysis) -> Callable[..., None]:
         from workbench import figures
 
         figures.check_format(out)
-        given = {name: _typed(value) if isinstance(value, str) else value for name, value in options.items()}
+        typed = {name: _typed(value) if isinstance(value, str) else value for name, value in options.items()}
+        given = {name: value for name, value in typed.items() if value != analysis.parameters[name].default}
         dataset = analysis(load(checkpoint), **given)
         views = analysis.fitting_views(dataset)
         if not 1 <= panel <= len(views):

@@ -166,11 +166,11 @@ def _fitting_text(parameter: Parameter, loaded: Loaded, knobs: Mapping[str, Any]
 
 
 def readable(text: str, loaded: Loaded) -> str:
-    """A text with every unknown character replaced, by its other case or a space, and cut to what the model reads."""
+    """A text with every unknown character replaced, by its other case or a space, and cropped to the end the model reads."""
     known = vocabulary_of(loaded.model).characters
     blank = " " if " " in known else known[0]
     found = "".join(c if c in known else c.swapcase() if c.swapcase() in known else blank for c in text)
-    return found[: loaded.model.cfg.n_ctx]
+    return found[-loaded.model.cfg.n_ctx :]
 
 
 def shown(value: Any) -> str:
