@@ -17,6 +17,18 @@ from models.corpus import Corpus
 from models.repeated import SHORTEST, Induction, induction
 
 MOMENT = re.compile(r"step-(\d+)")
+OF_A_RUN = re.compile(r"(.+)-film/step-(\d+)")
+
+
+def name_of(run: str, step: int) -> str:
+    """What a moment of a run's film is called: `baby-film/step-00400`."""
+    return f"{run}-film/step-{step:05d}"
+
+
+def run_and_step(name: str) -> tuple[str, int | None]:
+    """A checkpoint's name taken apart: the run, and the step if it is a moment of its film."""
+    match = OF_A_RUN.fullmatch(name)
+    return (match[1], int(match[2])) if match else (name, None)
 
 
 def moments(name: str | Path) -> dict[int, Path]:

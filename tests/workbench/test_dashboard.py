@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from streamlit.testing.v1 import AppTest
 
 from analyses.catalogue import ANALYSES
@@ -200,3 +201,25 @@ def test_a_broken_checkpoint_is_one_sentence(folder: str) -> None:
 
 def test_markdown_in_a_sentence_is_shown_as_it_is() -> None:
     assert page.plain("a *b* $c$ [d] :red[e]") == r"a \*b\* \$c\$ \[d\] \:red\[e\]"
+
+
+def test_a_film_gives_a_slider_over_the_training(folder: str, random_gpt: GPT, vocabulary: Vocabulary) -> None:
+    for step in (0, 400):
+        with torch.no_grad():
+            random_gpt.unembedding.weight += 1 + step
+        checkpoint.save(Path(folder + "-film") / f"step-{step:05d}", random_gpt, vocabulary)
+    test = opened("logit-lens", folder, text=TEXT)
+    assert failures(test) == []
+    slider = widget(test.select_slider, "Step of its training")
+    assert slider.options == ["0", "400", "trained"]
+    assert slider.value == "trained"
+    slider.set_value(400).run()
+    assert failures(test) == []
+    assert link_of(test)["checkpoint"] == f"{folder}-film/step-00400"
+    assert charts(test)
+    again = opened("logit-lens", folder, text=TEXT, checkpoint=f"{folder}-film/step-00000")
+    assert told(again) == ""
+    assert widget(again.select_slider, "Step of its training").value == 0
+    absent = opened("logit-lens", folder, text=TEXT, checkpoint=f"{folder}-film/step-00001")
+    assert "There is no checkpoint" in told(absent)
+    assert widget(absent.select_slider, "Step of its training").value == "trained"

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import streamlit as st
 
 from analyses.spec import Analysis, Parameter
-from models import checkpoint
+from models import checkpoint, film
 from workbench.dashboard import state
 from workbench.dashboard.computing import Loaded
 from workbench.render.style import GLYPHS, glyph
 
 FEW = 8  # up to so many choices lie side by side
 DEFAULT = "baby"
+TRAINED = "trained"  # the last place of the slider over a film
 BLANKS = {" ": "space", "\n": "line break", "\t": "tab"}
 
 
@@ -40,16 +42,37 @@ def choose_checkpoint(started_with: str, told: list[str]) -> str | None:
     first = started_with if started_with in options else options[0]
     wanted = state.link().pop("checkpoint", None)
     chosen = wanted or state.values().get("checkpoint", first)
-    if chosen not in options:
+    run, step = film.run_and_step(chosen)
+    moments = _moments(run)
+    if run not in options or (step is not None and step not in moments):
         told.append(f"There is no checkpoint {chosen!r} here; {first!r} is shown instead.")
-        chosen = first
+        chosen, run, step, moments = first, first, None, _moments(first)
     state.values()["checkpoint"] = chosen
-    _put("widget checkpoint", chosen)
+    _put("widget checkpoint", run)
     st.sidebar.selectbox(
         "Checkpoint", options, key="widget checkpoint", on_change=_checkpoint_changed, format_func=lambda name: name.rstrip("/"),
         help="The trained model that is looked into. Its page is Home.",
     )  # fmt: skip
+    if moments:
+        _put("widget moment", TRAINED if step is None else step)
+        st.sidebar.select_slider(
+            "Step of its training", [*moments, TRAINED], key="widget moment", on_change=_moment_changed,
+            help="A film of the training was kept: move back to see the same page at an earlier moment.",
+        )  # fmt: skip
     return chosen
+
+
+def _moments(run: str) -> dict[int, Path]:
+    """The moments of the film that belongs to a checkpoint; none without one."""
+    try:
+        return film.moments(f"{run}-film")
+    except checkpoint.CheckpointError:
+        return {}
+
+
+def _moment_changed() -> None:
+    run, step = st.session_state["widget checkpoint"], st.session_state["widget moment"]
+    state.values()["checkpoint"] = run if step == TRAINED else film.name_of(run, step)
 
 
 def _exists(name: str) -> bool:
