@@ -32,7 +32,7 @@ class ImporterError(WorkbenchError):
 class Contents(NamedTuple):
     """What a file holds besides the zip or pickle around it."""
 
-    tensors: dict[str, Tensor]  # float32
+    tensors: dict[str, Tensor]  # float32, but for whole numbers, as masks may be
     arguments: Mapping[str, Any]  # nanoGPT's model_args; empty where there are none
     claims: dict[str, int | float]  # what the file says of its own training
     notes: list[str]
@@ -63,7 +63,9 @@ def read(path: Path) -> Contents:
             raise ImporterError(f"{path}: {key!r} is not a plain tensor of real numbers; save the model in float32")
         for prefix in PREFIXES:
             key = key.removeprefix(prefix)
-        tensors[key] = value.detach().to(torch.float32)
+        if key in tensors:
+            raise ImporterError(f"{path} holds {key!r} twice, with a prefix and without; save one model's state_dict()")
+        tensors[key] = value.detach().to(torch.float32) if value.is_floating_point() else value
         rounded += value.dtype == torch.float64 and not torch.equal(tensors[key].double(), value)
     if rounded:
         notes.append(f"{rounded} tensors in float64 were rounded to float32")

@@ -22,6 +22,7 @@ from models import checkpoint, corpus, files, foreign, layouts, reference
 from models.checkpoint import Checkpoint, CheckpointError
 from models.checks import random_windows
 from models.config import Activation, parameter_count
+from models.corpus import Corpus
 from models.files import Contents, ImporterError, read_meta
 from models.gpt import GPT
 from models.hooked import to_hooked
@@ -67,6 +68,8 @@ def load(
     tied = fit.layout in (foreign.NANOGPT, foreign.MINGPT) and _is_tied(contents.tensors)
     for tensor_name, tensor in contents.tensors.items():
         if not _is_mask(fit, tensor_name):
+            if not tensor.is_floating_point():
+                raise ImporterError(f"{path}: {tensor_name!r} holds {tensor.dtype}, not weights; save the model in float32")
             checkpoint.require_finite(tensor_name, tensor, path)
     characters, told = _vocabulary(path, vocabulary, data, fit.sizes["V"])
     with torch.random.fork_rng(devices=[]):  # weights are drawn and overwritten; nobody's generator should notice
@@ -103,7 +106,6 @@ def bring(
         CheckpointError: `out` exists or cannot be written; otherwise as `load`.
     """
     out = Path(out)
-    text = corpus.read(data) if data is not None else None
     if not os.path.exists(source):
         raise ImporterError(f"there is no file {str(source)!r}; give the path of a checkpoint, as in out/ckpt.pt")
     checkpoint.recover(out)
@@ -112,6 +114,7 @@ def bring(
     if os.path.isdir(source) and not checkpoint.is_checkpoint(Path(source)):
         raise ImporterError(_about_folder(Path(source)))
     ours = os.path.isdir(source) or _is_inside_checkpoint(Path(source))
+    text = None if data is None else corpus.read(data) if ours else _text(data)
     found = load(source, vocabulary=vocabulary, data=None if ours else data, heads=heads, activation=activation)
     account = dict(found.training)
     if ours:
@@ -229,7 +232,8 @@ def _refuse_known_others(path: Path, tensors: Mapping[str, Tensor], layout: layo
             f"{path} has {embedding.shape[0]:,} tokens, GPT-2's byte pairs, so it is not a character model; the workbench shows "
             "whole vocabularies and needs one of characters"
         )
-    if layout is foreign.HOOKED and "embed.W_E" in tensors and not any(".ln1." in name for name in tensors):
+    normed = "ln_final.w" in tensors or any(".ln1." in name for name in tensors)
+    if layout is foreign.HOOKED and "embed.W_E" in tensors and not normed:
         raise ImporterError(
             f"{path} has no LayerNorm weights: they were folded into others, or the model had none, and the file does not "
             "tell which; save the model unprocessed (fold_ln=False)"
@@ -305,7 +309,7 @@ def _vocabulary(path: Path, meta: str | Path | None, data: str | Path | None, si
     if meta is not None:
         found, told = read_meta(meta), f"characters: those of {Path(meta).name}" + (" beside the file" if meta is beside else "")
     else:
-        text = corpus.read(data)  # type: ignore[arg-type]
+        text = _text(data)  # type: ignore[arg-type]
         found, told = text.vocabulary(), f"characters: the distinct ones of {text.name} in code-point order, as nanoGPT has them"
     if len(found) != size:
         raise VocabularyError(
@@ -313,6 +317,12 @@ def _vocabulary(path: Path, meta: str | Path | None, data: str | Path | None, si
             "meta.pkl or the text that it was trained on"
         )
     return found, told
+
+
+def _text(path: str | Path) -> Corpus:
+    """A text as Python's text mode gives it, and so nanoGPT and the lecture read theirs: every line end is a newline."""
+    found = corpus.read(path)
+    return replace(found, text=found.text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 # --- the proof -------------------------------------------------------------------------------------------------------

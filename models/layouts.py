@@ -98,7 +98,8 @@ def fit(layout: Layout, tensors: Mapping[str, Tensor]) -> Fit:
     """
     found = {name: next((entry for entry in layout.table if entry.regex.fullmatch(name)), None) for name in tensors}
     numbers = [match.groups() for name, entry in found.items() if entry and (match := entry.regex.fullmatch(name))]
-    layers, heads = (1 + max((int(pair[place]) for pair in numbers if len(pair) > place), default=0) for place in (0, 1))
+    # Counted, not read off the largest number, which may be anything; what a gap lacks is then the first that is missing.
+    layers, heads = (max(1, len({pair[place] for pair in numbers if len(pair) > place})) for place in (0, 1))
     groups = frozenset(entry.group for entry in found.values() if entry) - {"mask", ""}
     sizes = {"L": layers}
     for entry in layout.table:

@@ -332,6 +332,16 @@ def test_characters_come_from_the_meta_given_then_the_text_then_the_meta_beside(
     assert beside.checkpoint.training["notes"][-1] == "characters: those of meta.pkl beside the file"
 
 
+def test_line_ends_are_read_as_nanogpt_reads_them(nanogpt, text, vocabulary, tmp_path):
+    """Python's text mode makes a newline of any; the loss is measured on the same text."""
+    plain, out = importers.bring(nanogpt, tmp_path / "plain", data=text), {}
+    for name, end in (("dos", b"\r\n"), ("old mac", b"\r")):
+        (tmp_path / name).write_bytes(text.read_bytes().replace(b"\n", end))
+        out[name] = importers.bring(nanogpt, tmp_path / f"{name} out", data=tmp_path / name)
+    assert [found.vocabulary for found in (plain, *out.values())] == [vocabulary] * 3
+    assert len({found.training["validation_loss"] for found in (plain, *out.values())}) == 1
+
+
 def test_a_list_of_characters_will_do_as_meta(tmp_path, vocabulary):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": list(vocabulary.characters)}, protocol=0))
     assert files.read_meta(tmp_path / "meta.pkl") == vocabulary
@@ -512,6 +522,16 @@ WRONG_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "missing block": (lambda: changed("minGPT", without(".h.0.")), "but 'transformer.h.0.ln_1.weight' is missing"),
     "missing bias": (lambda: changed("nanoGPT", without("1.ln_2.bias")), "but 'transformer.h.1.ln_2.bias' is missing"),
+    "a block far away": (
+        lambda: changed("nanoGPT", with_tensor("transformer.h.999999.ln_1.weight", D)), "but 'transformer.h.2.ln_1.weight' is",
+    ),
+    "a head far away": (
+        lambda: changed("lecture", with_tensor("blocks.999999.sa.heads.999999.key.weight", 5, D)), "sa.heads.4.key.weight' is",
+    ),
+    "no blocks": (lambda: changed("TransformerLens", without("blocks.")), "but 'blocks.0.ln1.w' is missing"),
+    "with a prefix and without": (
+        lambda: changed("lecture", with_tensor("module.lm_head.bias", V)), "holds 'lm_head.bias' twice, with a prefix and",
+    ),
     "extra": (lambda: changed("nanoGPT", with_tensor("adapter.weight", 3)), "but 'adapter.weight' has no place in it"),
     "extra head": (lambda: changed("minGPT", with_tensor("lm_head.bias", V)), "but 'lm_head.bias' has no place in it"),
     "transposed": (
@@ -548,6 +568,10 @@ WRONG_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: changed("nanoGPT", with_value("transformer.wte.weight", torch.nan)), "wte.weight holds values that are not",
     ),
     "inf": (lambda: changed("lecture", with_value("lm_head.bias", -torch.inf)), "lm_head.bias holds values that are not finite"),
+    "whole numbers": (
+        lambda: changed("lecture", lambda state: state.update({"lm_head.bias": torch.ones(V, dtype=torch.int8)})),
+        "'lm_head.bias' holds torch.int8, not weights; save the model in float32",
+    ),
     "overflow": (
         lambda: saved(state_of("TransformerLens") | {"unembed.b_U": torch.full((V,), 1e200, dtype=torch.float64)}),
         "unembed.b_U holds values that are not finite",
