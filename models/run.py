@@ -192,6 +192,11 @@ def _difference(saved: Any, asked: Any) -> str:
     return ", ".join(f"{name} {getattr(saved, name)!r}, now {getattr(asked, name)!r}" for name in changed) or "another vocabulary"
 
 
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
 def describe_device(device: torch.device) -> str:
     """A device in words: the GPU's name, or the processor's and the threads used."""
     if device.type == "cuda":
@@ -203,4 +208,4 @@ def describe_device(device: torch.device) -> str:
     if cpuinfo.is_file():
         models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         name = models[0] if models else name
-    return f"CPU ({name}, {torch.get_num_threads()} threads)"
+    return f"CPU ({name}, {_threads()})"
