@@ -138,10 +138,10 @@ def strings_in_code(module: str) -> set[str]:
     return found
 
 
-def test_only_one_module_names_the_hooked_transformer():
+@pytest.mark.parametrize(("name", "module"), [("HookedTransformer", "models.hooked"), ("TransformerBridge", "models.bridge")])
+def test_only_one_module_names_a_class_of_transformer_lens(name, module):
     """Under TransformerLens 4 even `hasattr(transformer_lens, "HookedTransformer")` raises."""
-    naming = [module for module in MODULES if "HookedTransformer" in names_in_code(module) | strings_in_code(module)]
-    assert naming == ["models.hooked"]
+    assert [other for other in MODULES if name in names_in_code(other) | strings_in_code(other)] == [module]
 
 
 def test_the_network_is_out_of_reach_of_tests():

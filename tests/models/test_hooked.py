@@ -78,7 +78,7 @@ def test_parity_sees_a_difference(random_gpt, random_model):
     """Every weight has its share in the logits, so that none could be forgotten in the conversion."""
     assert parity(random_gpt, random_model) < 1e-10
     for name, parameter in random_model.named_parameters():
-        if name.endswith(("b_K", "k._original_component.bias")):  # moves all scores of a query alike, which the softmax does not see
+        if name.endswith(("b_K", "k._original_component.bias")):  # moves a query's scores alike, which the softmax does not see
             continue
         changed = copy.deepcopy(random_model)
         with torch.no_grad():
