@@ -302,8 +302,8 @@ def _vocabulary(path: Path, meta: str | Path | None, data: str | Path | None, si
     if meta is None and data is None:
         if not beside.is_file():
             raise ImporterError(
-                f"{path} does not hold its characters; give nanoGPT's meta.pkl with --vocabulary (vocabulary= in Python), or the "
-                "text that it was trained on with --data (data=)"
+                f"{path} does not hold its characters; give nanoGPT's meta.pkl with --vocabulary (vocabulary= in Python) or put "
+                "it beside the file, or give the text that it was trained on with --data (data=)"
             )
         meta = beside
     if meta is not None:

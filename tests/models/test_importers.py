@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -683,6 +684,22 @@ def test_a_model_that_would_differ_is_not_written(nanogpt, meta, tmp_path, capsy
     monkeypatch.setattr(importers, "to_hooked", spoilt)
     sentence = refused(capsys, monkeypatch, tmp_path, "ckpt.pt", "--vocabulary", meta, "--out", "mine")
     assert "differ by 1e-09 in their logits, at most 1e-10 was expected; nothing was written" in sentence
+
+
+@pytest.mark.parametrize("name", ["nanoGPT", "minGPT", "lecture", "TransformerLens"])
+@pytest.mark.parametrize(("one", "other"), [("query", "key"), ("blocks.0", "blocks.1")])
+def test_the_witness_of_every_layout_sees_weights_that_changed_places(name, one, other, meta, tmp_path, monkeypatch):
+    """What our reading would do if it were wrong: the file's own tensors, read literally, tell."""
+    genuine, swapped = checkpoint.fill, {one: other, other: one}
+
+    def mistaken(gpt: GPT, tensors: dict[str, Tensor], source: Path) -> None:
+        pattern = re.compile("|".join(re.escape(word) for word in swapped))
+        genuine(gpt, {pattern.sub(lambda found: swapped[found[0]], key): tensor for key, tensor in tensors.items()}, source)
+
+    CASES[name].write(tmp_path / "their.pt")
+    monkeypatch.setattr(checkpoint, "fill", mistaken)
+    with pytest.raises(WorkbenchError, match=r"the file's own tensors differ by [0-9]e[-+]0[01] in their logits"):
+        wb.load(tmp_path / "their.pt", vocabulary=meta, **CASES[name].options)
 
 
 @pytest.mark.parametrize("command", [["verify"], ["app", "--checkpoint"], ["card"]], ids=lambda words: words[0])
