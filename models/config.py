@@ -263,7 +263,7 @@ _NANOGPT: dict[str, Any] = dict(n_ctx=256, d_model=384, n_layers=6, n_heads=6, t
 _BIASED = GPTConfig(**_NANOGPT, bias_qkv=True)
 _UNBIASED = replace(_BIASED, bias_qkv=False, bias_attention=False, bias_mlp=False, bias_norm=False)
 
-_NANOGPT_RECIPE = Recipe(iterations=5000, muon_learning_rate=0.01, stored="float16")
+_NANOGPT_RECIPE = Recipe(iterations=5000, stored="float16")
 _BABY_RECIPE = Recipe(
     iterations=6000, moments=(0, 10, 20, 40, 80, 150, 250, 400, 600, 900, 1300, 1800, 2500, 3500, 4700, 6000)
 )  # fmt: skip
