@@ -21,7 +21,7 @@ from models.corpus import Corpus
 from models.gpt import GPT
 from models.hooked import parity, to_hooked
 from models.losses import validation_loss
-from models.run import recorded_loss
+from models.run import LOG, recorded_loss
 from models.vocabulary import VocabularyError
 
 
@@ -146,14 +146,17 @@ def _parameters(gpt: GPT) -> Check:
 
 
 def _loss(found: Checkpoint, corpus: Corpus | None) -> Check:
-    name, recorded = "validation loss, nats per character", recorded_loss(found.path)
+    name, account = "validation loss, nats per character", found.training
+    recorded = recorded_loss(found.path) if (found.path / LOG).is_file() else account.get("validation_loss")
+    recorded_on = account.get("corpus_sha256", account.get("measured_on_sha256"))
     if corpus is None:
         return Check(name, "not measured: no corpus at hand; `workbench verify NAME --data TEXT` measures it", "", None)
     try:
         loss = validation_loss(found.gpt, corpus, found.vocabulary)
     except VocabularyError as error:
         return Check(name, f"not measured: {error}", "", None)
-    if recorded is None:
-        return Check(name, f"{loss:.4f} on {corpus.name}", "nothing recorded to compare with", None)
-    expected = f"{recorded:.4f} as recorded in training.csv, within 1e-3"
+    if recorded is None or recorded_on not in (None, corpus.sha256):
+        why = "nothing recorded to compare with" if recorded is None else "what is recorded was measured on another text"
+        return Check(name, f"{loss:.4f} on {corpus.name}", why, None)
+    expected = f"{recorded:.4f} as recorded, within 1e-3"
     return Check(name, f"{loss:.4f} on {corpus.name}", expected, abs(loss - recorded) <= 1e-3)

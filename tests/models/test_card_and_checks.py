@@ -11,6 +11,7 @@ import torch
 from models import card, checkpoint, checks, statistics
 from models.config import GPTConfig
 from models.corpus import Corpus
+from models.losses import validation_loss
 from models.vocabulary import Vocabulary
 
 
@@ -26,6 +27,22 @@ def test_every_check_passes_on_a_sound_checkpoint(found: checkpoint.Checkpoint, 
     assert [check.passed for check in results] == [True] * 7 + [None]
     assert "nothing recorded" in results[-1].expected
     assert checks.verify(found)[-1].measured.startswith("not measured: no corpus")
+
+
+def test_the_loss_is_held_against_what_was_recorded_on_that_text(
+    found: checkpoint.Checkpoint, small_corpus: Corpus, vocabulary: Vocabulary
+) -> None:
+    """Also where there is no log: a moment of a film and an imported file carry one loss in their account."""
+    loss = validation_loss(found.gpt, small_corpus, found.vocabulary)
+
+    def verdict(**account: Any) -> checks.Check:
+        checkpoint.save(found.path, found.gpt, vocabulary, training=account)
+        return checks.verify(checkpoint.load(found.path), small_corpus)[-1]
+
+    assert verdict(validation_loss=loss, corpus_sha256=small_corpus.sha256).passed is True
+    assert verdict(validation_loss=loss + 0.01, measured_on_sha256=small_corpus.sha256).passed is False
+    other = verdict(validation_loss=loss + 0.01, corpus_sha256="0" * 64)
+    assert (other.passed, other.expected) == (None, "what is recorded was measured on another text")
 
 
 def test_a_leaking_mask_is_found(found: checkpoint.Checkpoint) -> None:
