@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from models.config import PRESETS, ConfigError, GPTConfig
 from models.corpus import Corpus
-from models.gpt import GPT, LayerNorm, Sublayer
+from models.gpt import GPT, Dropout, LayerNorm, Sublayer
 from models.training import batch
 
 SMALL = [name for name, preset in PRESETS.items() if preset.model.d_model < 384]
@@ -334,3 +334,34 @@ def test_an_empty_context_cannot_be_continued(random_gpt):
 def test_nothing_more_to_draw_returns_the_context(random_gpt):
     start = windows_of(random_gpt.config)
     assert torch.equal(random_gpt.generate(start, 0), start)
+
+
+# --- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("shape", [(1_000_000,), (999, 1001)])  # the second does not fill its last draw
+def test_dropout_drops_its_share_anywhere_and_scales_what_stays(p, shape):
+    dropout, x = Dropout(p).train(), torch.ones(shape, requires_grad=True)
+    y = dropout(x)
+    assert (y == 0).double().mean().item() == pytest.approx(p, abs=0.002)  # four standard deviations
+    kept = y[y != 0]
+    assert torch.equal(kept, torch.full_like(kept, 2**16 / (2**16 - round(p * 2**16))))
+    assert y.mean().item() == pytest.approx(1, abs=0.005)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())  # what was dropped has no gradient, what stays the same factor
+    quarters = (y == 0).double().flatten()[: x.numel() // 4 * 4].view(-1, 4).mean(0)  # the four of one draw
+    assert quarters.tolist() == pytest.approx([p] * 4, abs=0.004)
+
+
+def test_dropout_is_pytorch_s_otherwise():
+    x = torch.randn(100)
+    assert torch.equal(Dropout(0.5).eval()(x), x)
+    assert torch.equal(Dropout(0.0).train()(x), x)
+    assert Dropout(0.999999).train()(x).isfinite().all()
+    assert Dropout(0.5).train()(x.double()).dtype == torch.float64
+    torch.manual_seed(3)
+    one = Dropout(0.5).train()(x)
+    torch.manual_seed(3)
+    assert torch.equal(Dropout(0.5).train()(x), one)
+    assert not torch.equal(Dropout(0.5).train()(x), one)
