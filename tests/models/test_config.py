@@ -187,6 +187,18 @@ def test_a_tied_unembedding_has_no_bias():
         ("betas", 0.9, "two numbers"),
         ("optimiser", "sgd", "'muon' or 'adamw'"),
         ("initialisation", "zeros", "'gpt2' or 'torch'"),
+        ("stored", "int8", "'float32' or 'float16'"),
+        ("repeated", 1.01, "from 0 to 1"),
+        ("repeated", float("nan"), "from 0 to 1"),
+        ("periods", (5,), "two whole numbers"),
+        ("periods", (0, 5), "at least 1"),
+        ("periods", (6, 5), "the smaller first"),
+        ("periods", 5, "two whole numbers"),
+        ("moments", (0, 2, 1), "ascending"),
+        ("moments", (0, 1.5), "steps of the run"),
+        ("moments", (-1,), "steps of the run"),
+        ("moments", (0, 3001), "up to iterations = 3000"),
+        ("moments", "12", "steps of the run"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")
@@ -209,8 +221,9 @@ def test_a_missing_field_is_named():
 
 
 @pytest.mark.usefixtures("unchecked_types")
-def test_a_recipe_with_betas_in_a_list_survives_json():
-    recipe = Recipe(betas=[0.9, 0.95])
+def test_a_recipe_with_lists_survives_json():
+    recipe = Recipe(betas=[0.9, 0.95], periods=[2, 3], moments=[0, 5])
+    assert (recipe.betas, recipe.periods, recipe.moments) == ((0.9, 0.95), (2, 3), (0, 5))
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 
