@@ -170,6 +170,7 @@ def test_forks_of_the_attention_s_input_are_refused(bridge):
     for choose in (bridge.set_use_attn_result, bridge.set_use_split_qkv_input, bridge.set_use_attn_in):
         with pytest.raises(NotImplementedError):
             choose(True)
+    assert not [name for name in bridge.hook_dict if name.endswith(("q_input", "k_input", "v_input", "attn_in"))]  # none is dead
 
 
 @torch.no_grad()
@@ -234,7 +235,9 @@ def test_loss_is_that_of_the_gpt(bridge, random_gpt):
 def test_it_is_what_load_gives_under_4_and_the_protocol_holds(bridge, random_gpt, vocabulary, tmp_path):
     assert isinstance(bridge, Model)
     assert not bridge.training
-    assert not to_bridge(random_gpt).cfg.default_prepend_bos  # also without characters
+    for cfg in (bridge.cfg, to_bridge(random_gpt).cfg):  # also without characters
+        assert not cfg.default_prepend_bos
+        assert not cfg.tokenizer_prepends_bos  # the tokenizer has no such token
     checkpoint.save(tmp_path / "mine", random_gpt.float(), vocabulary)
     loaded = hooked.load(tmp_path / "mine")
     is_4 = importlib.metadata.version("transformer-lens").startswith("4.")
