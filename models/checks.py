@@ -46,12 +46,13 @@ def verify(found: Checkpoint, corpus: Corpus | None = None) -> list[Check]:
     gpt = found.gpt
     hooked, double = to_hooked(gpt), deepcopy(gpt).double()
     hooked_double = to_hooked(double)
+    kind = type(hooked).__name__  # a HookedTransformer, or under TransformerLens 4 the bridge
     checks = [
-        _bounded("GPT = HookedTransformer, float32 (largest difference of logits)", parity(gpt, hooked), 5e-5),
-        _bounded("GPT = HookedTransformer, float64", parity(double, hooked_double), 1e-10),
+        _bounded(f"GPT = {kind}, float32 (largest difference of logits)", parity(gpt, hooked), 5e-5),
+        _bounded(f"GPT = {kind}, float64", parity(double, hooked_double), 1e-10),
         _bounded("GPT = loop over heads, float64", _reference_difference(double), 1e-10),
         _causality("causality, GPT", lambda idx: double(idx)[0], double),
-        _causality("causality, HookedTransformer", hooked_double, double),
+        _causality(f"causality, {kind}", hooked_double, double),
         _simplex(double, hooked_double),
         _parameters(gpt),
         _loss(found, corpus),
