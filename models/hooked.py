@@ -1,7 +1,8 @@
 """GPT to TransformerLens: the conversion, the character tokenizer, and the proof that both compute the same.
 
 The result is a plain `HookedTransformer`: weights unprocessed (nothing folded, nothing centred), eval mode, characters
-attached, so that the whole TransformerLens ecosystem works on it. This is the only module that names the class.
+attached, so that the whole TransformerLens ecosystem works on it. This is the only module that names the class. Under
+TransformerLens 4, which has none, everything here gives the `TransformerBridge` of `models.bridge` instead.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ PRIVATE_USE = range(0xE000, 0xF900)  # code points that Unicode gives to nobody
 
 def to_hooked(gpt: GPT, vocabulary: Vocabulary | None = None) -> Any:
     """The same function as a `transformer_lens.HookedTransformer`, in the GPT's dtype and on its device.
+
+    Under TransformerLens 4 it is `models.bridge.to_bridge`, and the same holds.
 
     Extra projections are folded into what they follow (two linear maps in a row are one). A norm that the GPT lacks
     is an `nn.Identity`, whatever the configuration says. Without residual connections there is no stream to read, and

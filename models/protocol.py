@@ -1,4 +1,4 @@
-"""What the analyses ask of a model. A TransformerLens `HookedTransformer` has all of it.
+"""What the analyses ask of a model. A TransformerLens `HookedTransformer` has all of it, and so has `models.bridge.Bridge`.
 
 Our own small protocol instead of the class's name: under TransformerLens 4 even looking the name up raises.
 """
