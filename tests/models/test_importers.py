@@ -380,7 +380,7 @@ def test_import_writes_a_checkpoint_on_which_everything_works(case, tmp_path, te
 
     assert "checkpoints/mine" in workbench(capsys, monkeypatch, "list")[1]
     code, printed, _ = workbench(capsys, monkeypatch, "verify", "mine", "--data", text)
-    assert (code, printed.count("pass")) == (0, 7)
+    assert (code, printed.count("pass")) == (0, 8)
     code, _, err = workbench(capsys, monkeypatch, "card", "mine", "--data", text)
     assert code == 0, err
     card = (out / "README.md").read_text()
