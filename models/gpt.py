@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,18 +33,21 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Dropout(nn.Dropout):
-    """Dropout that draws its mask sixteen bits at a time on the CPU, where one draw per value takes a fifth of a step.
+    """Dropout that draws its mask sixteen bits at a time on the CPU, where PyTorch's one draw per value takes a fifth of a step.
 
-    The probability is rounded to a multiple of 2⁻¹⁶ there, and what stays is scaled by the rounded one.
+    The bits come from NumPy's SFC64, seeded by PyTorch's generator. The probability is rounded to a multiple of 2⁻¹⁶
+    there, and what stays is scaled by the rounded one.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         dropped = min(round(self.p * 2**16), 2**16 - 1)
         if not self.training or dropped == 0 or x.device.type != "cpu":
             return super().forward(x)
-        draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-        uniform = draws.view(torch.int16)[: x.numel()].view(x.shape)  # −2¹⁵ to 2¹⁵ − 1
-        return x * (uniform >= dropped - 2**15).to(x.dtype).mul_(2**16 / (2**16 - dropped))
+        bits = np.random.Generator(np.random.SFC64(int(torch.randint(2**62, ()))))
+        draws = bits.integers(-(2**63), 2**63 - 1, (x.numel() + 3) // 4, np.int64, endpoint=True)
+        uniform = torch.from_numpy(draws).view(torch.int16)[: x.numel()].view(x.shape)  # −2¹⁵ to 2¹⁵ − 1
+        kept = torch.ge(uniform, dropped - 2**15, out=torch.empty(x.shape, dtype=x.dtype))
+        return x * kept.mul_(2**16 / (2**16 - dropped))
 
 
 class Attention(nn.Module):

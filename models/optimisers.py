@@ -96,15 +96,26 @@ class Muon(torch.optim.Optimizer):
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     """Each matrix U S Vᵀ of a stack (matrix, rows, columns) brought near U Vᵀ by a few Newton–Schulz steps.
 
-    Singular values end between about 0.7 and 1.2, except those that were near zero.
+    Singular values end between about 0.7 and 1.2, except those that were near zero. A step multiplies X from the left by
+    Q = a + b G + c G², where G = X Xᵀ. For long matrices in float32 the steps are taken on the small G alone, which goes
+    to Q G Q, and X is multiplied by the product of the Q at the end: the same in exact arithmetic, and less of it.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     X = matrices.mT if tall else matrices
     X = X.bfloat16() if X.is_cuda else X
     X = X / X.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     a, b, c = NEWTON_SCHULZ
-    for _ in range(steps):
-        A = X @ X.mT
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        X = torch.baddbmm(X, B, X, beta=a)
+    if X.shape[2] >= 2 * X.shape[1] and not X.is_cuda:
+        G, product = X @ X.mT, None
+        for _ in range(steps):
+            Q = torch.baddbmm(G, G, G, beta=b, alpha=c)
+            Q.diagonal(dim1=1, dim2=2).add_(a)
+            product = Q if product is None else Q @ product
+            G = Q @ (G @ Q)
+        X = X if product is None else product @ X
+    else:
+        for _ in range(steps):
+            A = X @ X.mT
+            B = torch.baddbmm(A, A, A, beta=b, alpha=c)
+            X = torch.baddbmm(X, B, X, beta=a)
     return X.mT if tall else X
