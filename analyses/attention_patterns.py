@@ -8,7 +8,7 @@ import xarray as xr
 from analyses.axes import labelled
 from analyses.spec import Head, Layer, Text, analysis
 from analyses.stream import run
-from analyses.views import HeadGrid, Heatmap
+from analyses.views import HeadGrid, Heatmap, Lines
 from models.hooked import encode
 from models.protocol import Model
 
@@ -19,6 +19,8 @@ from models.protocol import Model
         title="The chosen head", x="key_position", y="query_position", colour="pattern", scale="probability",
         at=("layer", "head"),
     ),
+    Lines(title="How spread out each head looks: entropy", x="query_position", y="entropy", hue="head", facet="layer"),
+    Lines(title="Attention to the first position", x="query_position", y="attention_to_first", hue="head", facet="layer"),
     group="Attention",
 )  # fmt: skip
 def attention_patterns(
@@ -31,10 +33,13 @@ def attention_patterns(
         A[q, k] = softmax over k ≤ q of (x_q W_Q + b_Q)·(x_k W_K + b_K)/√d_head,
 
     with x the stream after the block's first LayerNorm. Rows are queries, columns keys; nothing is above the diagonal.
+    The entropy of a row, −Σ A ln A, says how spread out it is: 0 for one place, ln(q + 1) for all alike, the most there
+    is at query q. Heads that have nothing to do often rest on the first position, so A[q, 0] is given too.
 
     Returns:
         `pattern` (layer, head, query_position, key_position), probability; rows add up to one within
-        `identity_error`. `layer` and `head` choose which one is drawn large.
+        `identity_error`. `entropy` (layer, head, query_position), nats; `attention_to_first` (layer, head,
+        query_position), probability, 1 at query 0. `layer` and `head` choose which pattern is drawn large.
 
     Raises:
         KnobError: the text cannot be read, or there is no such head.
@@ -42,9 +47,12 @@ def attention_patterns(
     tokens = encode(model, text)
     _, cache = run(model, tokens)
     pattern = torch.stack([cache[f"blocks.{number}.attn.hook_pattern"] for number in range(model.cfg.n_layers)])
+    each = "layer head query_position"
     return labelled(
         model,
         tokens,
         identity=("every row of attention sums to 1", (pattern.sum(-1) - 1).abs().max().item()),
         pattern=(pattern, "layer head query_position key_position", "attention", "probability"),
+        entropy=(torch.special.entr(pattern).sum(-1), each, "entropy of attention", "nats"),
+        attention_to_first=(pattern[..., 0], each, "attention to the first position", "probability"),
     )

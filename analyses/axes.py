@@ -29,6 +29,15 @@ AXES: dict[str, str] = {
     "d_model": "coordinate of the residual stream",
     "d_head": "coordinate inside a head",
     "component": "part that writes to the residual stream, or adds to the logits directly",
+    "other_component": "part that a component is compared with",
+    "reading": "a LayerNorm, named by what reads through it",
+    "part": "term of an attention score",
+    "score": "what a head is scored for",
+    "composition": "input of the later head through which two heads compose",
+    "order": "number of characters of context, or of attention heads on a path",
+    "context": "the characters before the next one",
+    "side": "first result, second result, second minus first",
+    "bin": "interval of a histogram",
     "sender": "component whose output is followed",
     "receiver": "input that a sender reaches",
     "path": "way from an input to the logits",
@@ -59,19 +68,19 @@ def labelled(
     model: Model,
     tokens: Tensor | None = None,
     *,
-    components: Sequence[str] | None = None,
+    names: Mapping[str, Sequence[Any]] | None = None,
     identity: tuple[str, float] | None = None,
     note: str | None = None,
     **variables: Variable,
 ) -> xr.Dataset:
     """Tensors as an `xarray.Dataset` whose dimensions, coordinates and units say what they are.
 
-    Coordinates follow from the dimension's name: numbers from 0; characters for `*char`; the given names for
-    `component`; and for `*position` over a text also the character there, as `<dimension>_char`.
+    Coordinates follow from the dimension's name: the given names, if there are any; else characters for `*char`; numbers
+    from 0; and for `*position` over a text also the character there, as `<dimension>_char`.
 
     Args:
         tokens: ids (position,) of the text that `*position` dimensions run over, if they do.
-        components: names along `component`.
+        names: coordinates of dimensions that have names, or numbers of their own: {"component": ["embed", …]}.
         identity: for a decomposition, the equation it should satisfy and max |Σ parts − whole|.
         note: a sentence that a reader of the numbers must know.
         variables: name = (values, "dim dim", long name, units).
@@ -84,18 +93,18 @@ def labelled(
     data: dict[str, Any] = {}
     for name, (values, dims, long_name, units) in variables.items():
         array = _array(values)
-        names = tuple(dims.split())
-        if len(names) != array.ndim:
+        axes = tuple(dims.split())
+        if len(axes) != array.ndim:
             raise ValueError(f"{name}: {array.ndim} axes, but dimensions {dims!r}")
         if units not in UNITS:
             raise ValueError(f"{name}: units {units!r} are not among {UNITS}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise NotFinite(f"{name} holds values that are not finite, so nothing is shown; check the model's weights")
-        for dim, size in zip(names, array.shape, strict=True):
+        for dim, size in zip(axes, array.shape, strict=True):
             if dim not in AXES:
                 raise ValueError(f"{name}: {dim!r} is not in the axis glossary")
-            coordinates |= _coordinates(model, dim, size, tokens, components)
-        data[name] = (names, array, {"long_name": long_name, "units": units})
+            coordinates |= _coordinates(model, dim, size, tokens, names or {})
+        data[name] = (axes, array, {"long_name": long_name, "units": units})
     dataset = xr.Dataset(data, coords=coordinates)
     for axis in dataset.dims:
         dataset[axis].attrs["long_name"] = AXES[str(axis)]
@@ -120,10 +129,17 @@ def _array(values: Any) -> np.ndarray:
     return array.astype(object) if array.dtype.kind == "U" else array
 
 
-def _coordinates(model: Model, dim: str, size: int, tokens: Tensor | None, components: Sequence[str] | None) -> Mapping[str, Any]:
-    if dim == "component":
-        assert components is not None, "a component dimension needs names"
-        return {dim: _strings(components)}
+NAMED = ("component", "other_component", "sender", "receiver", "path", "reading", "part", "score", "composition", "context")
+
+
+def _coordinates(
+    model: Model, dim: str, size: int, tokens: Tensor | None, names: Mapping[str, Sequence[Any]]
+) -> Mapping[str, Any]:
+    if dim in names:
+        given = names[dim]
+        return {dim: _strings(given) if isinstance(given[0], str) else np.asarray(given)}
+    if dim in NAMED:
+        raise ValueError(f"a {dim} dimension needs names")
     if dim.endswith("char"):
         return {dim: _strings(vocabulary_of(model).characters)}
     coordinates: dict[str, Any] = {dim: np.arange(size)}
@@ -133,7 +149,7 @@ def _coordinates(model: Model, dim: str, size: int, tokens: Tensor | None, compo
     return coordinates
 
 
-def _strings(values: Sequence[str]) -> np.ndarray:
+def _strings(values: Sequence[Any]) -> np.ndarray:
     array = np.empty(len(values), dtype=object)
     array[:] = list(values)
     return array

@@ -1,4 +1,4 @@
-"""Rank of QK and OV circuits, measured.  Reference: Elhage et al. (2021)."""
+"""Rank of QK and OV circuits, measured.  Reference: Elhage et al. (2021); Roy & Vetterli (2007) for the effective rank."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from models.protocol import Model
     Lines(title="Singular values of OV", x="index", y="ov_singular_value", hue="head", facet="layer"),
     Heatmap(title="Rank of QK", x="head", y="layer", colour="qk_rank", text="qk_rank"),
     Heatmap(title="Rank of OV", x="head", y="layer", colour="ov_rank", text="ov_rank"),
+    Heatmap(title="Effective rank of QK", x="head", y="layer", colour="qk_effective_rank", text="qk_effective_rank"),
+    Heatmap(title="Effective rank of OV", x="head", y="layer", colour="ov_effective_rank", text="ov_effective_rank"),
     group="Circuits",
 )
 def circuit_rank(
@@ -39,9 +41,16 @@ def circuit_rank(
     [W_Q; b_Q] [W_K; b_K]ᵀ and still at most d_head; OV gains the row b_V W_O + b_O and the bound d_head + 1, because
     b_O need not lie in the head's output space.
 
+    The effective rank of Roy & Vetterli (2007) says how evenly the directions are used: with p_i = σ_i/Σσ it is
+
+        exp(−Σ p_i ln p_i),
+
+    n for n equal singular values, near 1 if one dominates; 0 here for a matrix of zeros.
+
     Returns:
         `qk_singular_value`, `ov_singular_value` (layer, head, index), largest first, d of them; `qk_rank`, `ov_rank`,
-        `qk_tolerance`, `ov_tolerance` (layer, head); `qk_bound`, `ov_bound`, the bounds on paper.
+        `qk_effective_rank`, `ov_effective_rank`, `qk_tolerance`, `ov_tolerance` (layer, head); `qk_bound`, `ov_bound`, the
+        bounds on paper.
 
     Raises:
         UnsupportedModel: rotary positions or grouped keys, which have no single QK matrix per head.
@@ -63,6 +72,7 @@ def circuit_rank(
         variables |= {
             f"{name}_singular_value": (values[..., : model.cfg.d_model], "layer head index", f"singular value of {matrix}", "1"),
             f"{name}_rank": (rank, "layer head", f"rank of {matrix}", "1"),
+            f"{name}_effective_rank": (effective_rank(values), "layer head", f"effective rank of {matrix}", "1"),
             f"{name}_tolerance": (tolerance, "layer head", f"tolerance of the rank of {matrix}", "1"),
             f"{name}_bound": (bound, "", f"bound on the rank of {matrix}", "1"),
         }
@@ -80,3 +90,10 @@ def measured_rank(
     values = torch.linalg.svdvals(products)
     tolerance = max(products.shape[-2:]) * torch.finfo(products.dtype).eps * values[..., 0]
     return values, (values > tolerance[..., None]).sum(-1), tolerance
+
+
+def effective_rank(values: Float[Tensor, "*batch index"]) -> Float[Tensor, "*batch"]:
+    """exp of the entropy of the singular values divided by their sum, from 1 to their number; 0 if all are zero."""
+    total = values.sum(-1)
+    shares = values / total.where(total > 0, 1.0)[..., None]
+    return torch.where(total > 0, torch.special.entr(shares).sum(-1).exp(), 0.0)

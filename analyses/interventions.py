@@ -75,7 +75,7 @@ def intervene(
             raise InterventionError(f"cell {number} has no edit; give at least one")
         by_layer[min(layer_of(edit.site) for edit in edits)].append(number)
     for layer, numbers in by_layer.items():
-        size = _chunk(model, len(tokens))
+        size = cells_at_once(model, len(tokens))
         for start in range(0, len(numbers), size):
             chunk = numbers[start : start + size]
             outcome = _run_chunk(model, tokens, [cells[number] for number in chunk], cache, layer)
@@ -85,7 +85,7 @@ def intervene(
     return Outcome(torch.stack([logits[number] for number in range(len(cells))]), changed)
 
 
-def _chunk(model: Model, length: int) -> int:
+def cells_at_once(model: Model, length: int) -> int:
     """Cells per forward pass within the budget: the widest activations are the MLP's, the scores and the logits."""
     cfg = model.cfg
     per_position = 8 * cfg.d_model + 2 * (cfg.d_mlp or 0) + 2 * cfg.n_heads * length + cfg.d_vocab

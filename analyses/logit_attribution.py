@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import xarray as xr
 
 from analyses.axes import labelled
-from analyses.spec import Character, Position, Text, analysis
-from analyses.stream import decomposition, final_norm, require_standard, run
+from analyses.readout import readout
+from analyses.spec import Character, Knob, Position, Text, analysis
+from analyses.stream import decomposition, require_standard, run
 from analyses.views import Bars
-from models.hooked import encode, vocabulary_of
+from models.hooked import encode
 from models.protocol import Model
 
 
@@ -22,6 +23,7 @@ def logit_attribution(
     target: Annotated[str, Character("Character whose logit is explained", cursor="char")] = " ",
     versus: Annotated[str | None, Character("Character whose logit is subtracted; none for the plain logit")] = None,
     position: Position = None,
+    by: Annotated[Literal["layer", "sublayer", "head"], Knob("How finely blocks are split")] = "head",
 ) -> xr.Dataset:
     """Logit attribution: how much every component adds to the logit of one next character.
 
@@ -31,7 +33,8 @@ def logit_attribution(
         logit(t) = Σ ((c − mean c)/s · w) · W_U[t]  +  b · W_U[t]  +  b_U[t],
 
     where w and b are the final LayerNorm's weight and bias. With a second character it is the difference of the two
-    logits. The position is the one that predicts: the last one by default.
+    logits. The position is the one that predicts: the last one by default. Components are the embeddings and whole
+    blocks, attention and MLP of each block, or the heads of each attention, its output bias, and the MLPs.
 
     Returns:
         `contribution` (component), logits, adding up to `logit` within `identity_error`.
@@ -44,22 +47,13 @@ def logit_attribution(
     tokens = encode(model, text)
     logits, cache = run(model, tokens)
     place = len(tokens) - 1 if position is None else position
-    ids = vocabulary_of(model).ids
-    direction = model.unembed.W_U[:, ids[target]]
-    constant, logit = model.unembed.b_U[ids[target]], logits[place, ids[target]]
-    if versus is not None:
-        direction = direction - model.unembed.W_U[:, ids[versus]]
-        constant, logit = constant - model.unembed.b_U[ids[versus]], logit - logits[place, ids[versus]]
-    split, norm = decomposition(model, cache), final_norm(model)
-    scale = norm.scale(split.stream[place])
-    through_stream = norm.linear(split.parts[:, place]) / scale @ direction
-    contribution = torch.cat([through_stream, torch.stack([norm.bias @ direction, constant])])
-    names = (*split.names, "final_norm_bias", "unembed_bias")
-    what = f"logit of {target!r}" if versus is None else f"logit of {target!r} minus logit of {versus!r}"
+    read = readout(model, (logits, cache), place, target, versus)
+    split = decomposition(model, cache, by)
+    contribution = torch.cat([read(split.parts[:, place]), torch.stack([read.norm_bias, read.unembed_bias])])
     return labelled(
         model,
-        components=names,
-        identity=("sum of contributions = " + what, (contribution.sum() - logit).abs().item()),
-        contribution=(contribution, "component", f"contribution to the {what}", "logits"),
-        logit=(logit, "", what, "logits"),
+        names={"component": (*split.names, "final_norm_bias", "unembed_bias")},
+        identity=("sum of contributions = " + read.what, (contribution.sum() - read.logit).abs().item()),
+        contribution=(contribution, "component", f"contribution to the {read.what}", "logits"),
+        logit=(read.logit, "", read.what, "logits"),
     )

@@ -1,66 +1,74 @@
-"""QK circuit: which characters, or places, a head matches.  Reference: Elhage et al. (2021)."""
+"""QK circuit: which characters, or places, every head matches.  Reference: Elhage et al. (2021)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
+import torch
 import xarray as xr
 
 from analyses.axes import labelled
-from analyses.circuits import Fold, qk_products, qk_scores, read
+from analyses.circuits import EmbeddingKnob, FoldKnob, ScaleKnob, ScaleText, Space, reading
 from analyses.spec import Head, Knob, Layer, analysis
-from analyses.stream import norm_of, require_standard
-from analyses.views import Heatmap
+from analyses.views import HeadGrid, Heatmap
 from models.hooked import vocabulary_of
 from models.protocol import Model
 
 
 @analysis(
-    Heatmap(title="Score of every query character for every key character", x="key_char", y="query_char", colour="score",
-            scale="diverging"),
-    Heatmap(title="Score of every query position for every key position", x="key_position", y="query_position",
-            colour="score", scale="diverging"),
+    HeadGrid(title="All heads", x="key_char", y="query_char", colour="score", scale="diverging"),
+    Heatmap(title="The chosen head", x="key_char", y="query_char", colour="score", scale="diverging", at=("layer", "head")),
+    HeadGrid(title="All heads", x="key_position", y="query_position", colour="score", scale="diverging"),
+    Heatmap(
+        title="The chosen head", x="key_position", y="query_position", colour="score", scale="diverging", at=("layer", "head")
+    ),
     group="Circuits",
-)  # fmt: skip
+)
 def qk_circuit(
     model: Model,
     layer: Layer = 0,
     head: Head = 0,
-    space: Annotated[Literal["char", "position"], Knob("Between which embeddings")] = "char",
-    fold: Annotated[Fold, Knob("What of the LayerNorm and the biases is multiplied in")] = "norm weights",
+    space: Annotated[Space, Knob("Between which embeddings")] = "char",
+    fold: FoldKnob = "norm weights",
+    embedding: EmbeddingKnob = "W_E",
+    scale: ScaleKnob = "one",
+    text: ScaleText = "KING RICHARD III:\nNow is the winter",
 ) -> xr.Dataset:
-    """QK circuit: the score of every character for every other, complete.
+    """QK circuit: the score of every character for every other in every head, complete.
 
     For all V² pairs of characters (or T² pairs of positions),
 
-        score = e_q W_Q W_Kᵀ e_kᵀ/√d_head,
+        score = x_q W_Q W_Kᵀ x_kᵀ/√d_head,    x = (e − mean e)·w/s + b,
 
-    with e the rows of W_E (or W_pos). `fold` says what stands between embedding and head: nothing; the weights of the
-    block's LayerNorm, e → (e − mean e)·w; or those and all biases, LayerNorm's, b_Q and b_K. The LayerNorm's scale
-    depends on the whole stream and is left at one, so scores are right up to a positive factor per query and per key.
-    In layers after the first this is the direct path from the embedding only.
+    with e the rows of W_E (or W_pos) and w, b, s the weight, bias and scale of the block's LayerNorm. `fold`: nothing,
+    x = e/s; the mean and w; or these, b, b_Q and b_K. `embedding`: e alone; or, in blocks after the first, e and what the
+    first MLP makes of it alone, e + MLP₀(LN₂(e)). `scale`: s is one, which is right up to a positive factor per query and
+    per key; that of e itself; or the mean of what the block's LayerNorm really divides by on the text. In layers after the
+    first this is the path from the embedding only, past everything between.
 
     Returns:
-        `score` (query_char, key_char) or (query_position, key_position), 1, signed. Without biases the score is also
-        e W_QK eᵀ by the d_model × d_model product; `identity_error` is the largest difference of the two.
+        `score` (layer, head, query_char, key_char) or (layer, head, query_position, key_position), 1, signed; `layer` and
+        `head` choose which one is drawn large. The score is also x W_QK xᵀ by the d_model × d_model product, biases as one
+        more row; `identity_error` is the largest difference of the two.
 
     Raises:
-        KnobError: there is no such head.
-        UnsupportedModel: positions or norms of another kind.
+        KnobError: there is no such head, or the text cannot be read.
+        UnsupportedModel: positions or norms of another kind; no MLP where one is asked for.
         VocabularyError: tokens that are not characters; there is no printable V × V circuit then.
     """
-    require_standard(model)
     if space == "char":
         vocabulary_of(model)  # a vocabulary that is not of characters is refused before V² numbers are made
-    embeddings = model.embed.W_E if space == "char" else model.pos_embed.W_pos  # type: ignore[attr-defined]
-    scores = qk_scores(model, layer, head, embeddings, fold)
-    identity = None
-    if fold != "norm weights and biases":
-        x = read(norm_of(model, model.blocks[layer].ln1), embeddings, fold)
-        product = x @ qk_products(model)[layer, head] @ x.mT / model.blocks[layer].attn.attn_scale
-        identity = ("(e W_Q)(e W_K)ᵀ = e (W_Q W_Kᵀ) eᵀ", (product - scores).abs().max().item())
-    return labelled(
+    read = reading(model, fold, embedding, scale, text)
+    scores = torch.stack([read.scores(number, space) for number in range(model.cfg.n_layers)])
+    error = 0.0
+    for number, block in enumerate(model.blocks):
+        x = read.heads_read(number, space)
+        product = x @ (read.weight(number, "Q") @ read.weight(number, "K").mT) @ x.mT / block.attn.attn_scale
+        error = max(error, (product - scores[number]).abs().max().item())
+    dataset = labelled(
         model,
-        identity=identity,
-        score=(scores, f"query_{space} key_{space}", "attention score before the softmax", "1"),
+        identity=("(x W_Q)(x W_K)ᵀ = x (W_Q W_Kᵀ) xᵀ", error),
+        score=(scores, f"layer head query_{space} key_{space}", "attention score before the softmax", "1"),
     )
+    dataset.attrs["folded"] = read.folded
+    return dataset

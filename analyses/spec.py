@@ -24,8 +24,8 @@ from models.errors import WorkbenchError
 from models.hooked import content_hash, encode, vocabulary_of
 from models.protocol import Model
 
-Cursor = Literal["text", "layer", "head", "position", "char"]
-GROUPS = ("Residual stream", "Attention", "Circuits", "Interventions")
+Cursor = Literal["text", "layer", "head", "position", "char", "neuron"]
+GROUPS = ("Residual stream", "Attention", "Circuits", "Paths", "Neurons", "Inputs", "Interventions")
 
 
 class KnobError(WorkbenchError):
@@ -92,6 +92,14 @@ ScoredText = Annotated[str, Knob("Text whose characters are predicted", cursor="
 Layer = Annotated[int, Knob("Block, from 0", cursor="layer", allowed=_layers)]
 Head = Annotated[int, Knob("Head of that block, from 0", cursor="head", allowed=_heads)]
 Position = Annotated[int | None, Knob("Place in the text, from 0; none for the last", cursor="position", allowed=_positions)]
+
+
+def _neurons(model: Model, _: Mapping[str, Any]) -> Allowed:
+    count = 0 if model.cfg.attn_only else model.cfg.d_mlp
+    return Allowed(range(count), f"the {count} neurons of an MLP")
+
+
+Neuron = Annotated[int, Knob("Neuron of that block's MLP, from 0", cursor="neuron", allowed=_neurons)]
 
 
 def Character(help: str, cursor: Cursor | None = None) -> Knob:

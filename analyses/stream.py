@@ -53,6 +53,16 @@ def require_blocks(model: Model) -> None:
         raise UnsupportedModel("this model has no blocks, only embedding and unembedding; this analysis needs at least one block")
 
 
+def require_mlps(model: Model) -> None:
+    """Refuse a model whose blocks have attention only.
+
+    Raises:
+        UnsupportedModel: it has no MLP.
+    """
+    if model.cfg.attn_only:
+        raise UnsupportedModel("this model has attention only and no MLP, so it has no neurons; give a model with MLPs")
+
+
 # --- norms -----------------------------------------------------------------------------------------------------------
 
 
@@ -142,14 +152,18 @@ def decomposition(model: Model, cache: dict[str, Tensor], by: str = "head") -> D
     """Split the stream after the last block into what wrote it.
 
     Args:
-        by: `sublayer` keeps each attention layer whole (`L0.attn`); `head` splits it into heads, each with its value
-            bias (`L0H1`), and the output bias b_O alone (`L0.attn_bias`).
+        by: `layer` keeps each block whole (`L0`); `sublayer` each attention layer (`L0.attn`); `head` splits attention
+            into heads, each with its value bias (`L0H1`), and the output bias b_O alone (`L0.attn_bias`).
 
     The model must be one that `require_standard` lets pass.
     """
     embed, pos_embed = cache["hook_embed"], cache["hook_pos_embed"]
     names, parts = ["embed", "pos_embed"], [embed, pos_embed.expand_as(embed)]
     for layer in range(model.cfg.n_layers):
+        if by == "layer":
+            names.append(f"L{layer}")
+            parts.append(torch.stack([cache[f"blocks.{layer}.hook_{name}_out"] for name in sublayers(model)]).sum(0))
+            continue
         if by == "sublayer":
             names.append(f"L{layer}.attn")
             parts.append(cache[f"blocks.{layer}.hook_attn_out"])
@@ -161,6 +175,11 @@ def decomposition(model: Model, cache: dict[str, Tensor], by: str = "head") -> D
             names.append(f"L{layer}.mlp")
             parts.append(cache[f"blocks.{layer}.hook_mlp_out"])
     return Decomposition(tuple(names), torch.stack(parts), final_stream(model, cache))
+
+
+def sublayers(model: Model) -> tuple[str, ...]:
+    """What writes in each block, in order."""
+    return ("attn",) if model.cfg.attn_only else ("attn", "mlp")
 
 
 def final_stream(model: Model, cache: dict[str, Tensor]) -> Float[Tensor, "position d_model"]:

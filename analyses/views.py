@@ -23,8 +23,8 @@ class View:
 
     def names(self) -> set[str]:
         """The dimensions and variables that the view needs."""
-        values = (getattr(self, spec.name) for spec in fields(self) if spec.name not in ("title", "at", "scale"))
-        return {value for value in values if value is not None}
+        values = (getattr(self, spec.name) for spec in fields(self) if spec.name not in ("title", "at", "scale", "x_scale"))
+        return {name for value in values if value is not None for name in ((value,) if isinstance(value, str) else value)}
 
     def fits(self, dataset: xr.Dataset) -> bool:
         dims = {str(dim) for dim in dataset.dims}
@@ -70,6 +70,26 @@ class Lines(View):
     y: str
     hue: str | None = None
     facet: str | None = None
+    x_scale: Literal["linear", "symlog"] = "linear"  # symlog: logarithmic, but 0 has a place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scatter(View):
+    """A point per value of the dimension `over`, at two variables; a colour per value of `hue`, side by side per `facet`."""
+
+    x: str
+    y: str
+    over: str
+    hue: str | None = None
+    facet: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(View):
+    """A row per value of the dimensions `rows`, in order; a column for each of these and for each variable of `columns`."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,15 @@ def load(path: str | Path | None = None) -> Corpus:
     return read(path) if path else tiny_shakespeare()
 
 
+def at_hand() -> Corpus:
+    """The text that WORKBENCH_DATA names; else Tiny Shakespeare if it is cached. Nothing is fetched.
+
+    Raises:
+        CorpusError: neither is there, or the file cannot be used.
+    """
+    return read(path) if (path := os.environ.get(VARIABLE)) else tiny_shakespeare(download=False)
+
+
 def tiny_shakespeare(download: bool = True) -> Corpus:
     """Tiny Shakespeare from the cache, or from the network if `download`.
 
@@ -101,7 +110,8 @@ def tiny_shakespeare(download: bool = True) -> Corpus:
             return corpus
     ways_out = f"connect to the network once so that it can be cached, or give a text with --data PATH (or {VARIABLE}=PATH)"
     if not download:
-        raise CorpusError(f"Tiny Shakespeare is not in the cache {folder}; {ways_out}")
+        fetch = f"`workbench corpus` fetches it once; or give a text with --data PATH (or {VARIABLE}=PATH)"
+        raise CorpusError(f"Tiny Shakespeare, which this reads, is not in the cache {folder}; {fetch}")
     try:
         pooch.retrieve(ADDRESS, known_hash=f"sha256:{SHA256}", fname=name, path=folder, progressbar=False)
     except Exception as error:  # requests, urllib3, OSError and pooch's own ValueError for a wrong hash

@@ -53,13 +53,33 @@ class Induction:
     chance: float  # induction of a head that attends everywhere alike
 
 
+def matching_keys(period: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Where a head that follows the repetition looks, for every query with a whole period behind it, query q ≥ period.
+
+    Args:
+        period: of each string (batch,).
+
+    Returns:
+        keys (kind, batch, query, key), bool: induction keys q − n·period + 1 for n = 1, 2, …; duplicate keys
+        q − n·period; the previous one q − 1. And the queries (batch, query), bool.
+    """
+    place = torch.arange(length, device=period.device)
+    back, period = place[:, None] - place, period[:, None, None]  # query key; string query key
+    counts = (place >= period[..., 0])[..., None]
+    kinds = [
+        counts & ((back + 1) % period == 0) & (back + 1 >= period),
+        counts & (back % period == 0) & (back >= period),
+        counts & (back == 1),
+    ]
+    return torch.stack(kinds), counts[..., 0]
+
+
 @torch.no_grad()
 def induction(gpt: GPT, strings: int = 256, seed: int = 0, periods: Sequence[int] | None = None) -> Induction:
     """Measure induction over random periods, which no head that looks a fixed distance back can fake.
 
-    Scores are means over every query that has a whole period behind it, query q ≥ period. Its induction keys are
-    q − n·period + 1 for n = 1, 2, …; its duplicate keys q − n·period; attention to all of them is added up. Patterns are
-    the reference implementation's.
+    Scores are means over every query that has a whole period behind it of the attention to all its `matching_keys`.
+    Patterns are the reference implementation's.
 
     Args:
         periods: smallest and largest; 10 to half the context unless given.
@@ -73,16 +93,8 @@ def induction(gpt: GPT, strings: int = 256, seed: int = 0, periods: Sequence[int
         raise RepeatedError(f"the model reads {T} characters; repeated strings need at least {max(4, 2 * low)}")
     ids, drawn = repeated_strings(np.random.default_rng(seed), strings, T + 1, gpt.config.d_vocab, (low, high))
     device = next(gpt.parameters()).device
-    period, place = torch.from_numpy(drawn)[:, None, None], torch.arange(T)
-    back = place[:, None] - place  # query key
-    counts = (place >= period[..., 0])[..., None]  # string query 1
-    targets = torch.stack(
-        [
-            counts & ((back + 1) % period == 0) & (back + 1 >= period),
-            counts & (back % period == 0) & (back >= period),
-            counts & (back == 1),
-        ]
-    ).to(device)  # kind string query key
+    targets, seen = (found.to(device) for found in matching_keys(torch.from_numpy(drawn), T))
+    place = torch.arange(T, device=device)
     losses, scores = [], torch.zeros(3, gpt.config.n_layers, gpt.config.n_heads, dtype=torch.float64)
     was_training = gpt.training
     gpt.eval()
@@ -95,8 +107,8 @@ def induction(gpt: GPT, strings: int = 256, seed: int = 0, periods: Sequence[int
             own = targets[:, rows].to(pattern.dtype)
             scores[:, layer] += torch.einsum("sijk,nsjk->ni", pattern, own).double().cpu()
     gpt.train(was_training)
-    loss, seen, queries = torch.cat(losses), counts[..., 0], counts.sum()
-    uniform = (targets[0].double() / (place[:, None] + 1).to(device)).sum().item()
+    loss, seen, queries = torch.cat(losses), seen.cpu(), seen.sum().cpu()
+    uniform = (targets[0].double() / (place[:, None] + 1)).sum().item()
     to_induction, to_duplicate, to_previous = (scores / queries).float()
     return Induction(
         first=loss[~seen].mean().item(),

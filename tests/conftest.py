@@ -9,12 +9,15 @@ import os
 import random
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jaxtyping
 import pytest
 import torch
 
+from analyses import over_corpus
+from analyses.passage import PASSAGE
 from models import checkpoint, corpus, hooked, statistics
 from models.config import GPTConfig
 from models.corpus import Corpus
@@ -108,12 +111,26 @@ def small_corpus(corpus_text: str) -> Corpus:
     return Corpus("made-up words", corpus_text, hashlib.sha256(corpus_text.encode()).hexdigest())
 
 
+GIVEN_TEXT = os.environ.get(corpus.VARIABLE)  # before any test puts another there
+
+
+@pytest.fixture
+def passage_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in passage as the text that analyses of the whole corpus read, and an empty folder for what they keep."""
+    folder = tmp_path_factory.mktemp("passage")
+    text = folder / "passage.txt"
+    text.write_text(PASSAGE, encoding="utf-8")
+    monkeypatch.setenv(corpus.VARIABLE, str(text))
+    monkeypatch.setattr(over_corpus, "folder", lambda: folder / "results")
+    return text
+
+
 @pytest.fixture(scope="session")
 def tiny_shakespeare() -> Corpus:
     """The real corpus, from WORKBENCH_DATA or the cache. Never downloaded here; CI must have it."""
     lack = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
     try:
-        found = corpus.load() if os.environ.get(corpus.VARIABLE) else corpus.tiny_shakespeare(download=False)
+        found = corpus.read(GIVEN_TEXT) if GIVEN_TEXT else corpus.tiny_shakespeare(download=False)
     except corpus.CorpusError as error:
         lack(f"needs Tiny Shakespeare: {error}")
     if found.sha256 != corpus.SHA256:

@@ -7,7 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from models.errors import WorkbenchError
 
 if TYPE_CHECKING:
     from analyses.spec import Analysis, Parameter
+    from analyses.views import View
     from models.corpus import Corpus
 
 app = typer.Typer(
@@ -79,10 +81,18 @@ def _corpus_at_hand(data: Path | None) -> Corpus | None:
 
     if data is not None or os.environ.get(corpus.VARIABLE):
         return corpus.load(data)
-    try:
-        return corpus.tiny_shakespeare(download=False)
-    except corpus.CorpusError:
-        return None
+    with suppress(corpus.CorpusError):
+        return corpus.at_hand()
+    return None
+
+
+@app.command("corpus")
+def fetch_corpus(data: Data = None) -> None:
+    """Fetch Tiny Shakespeare into the cache, once, for what reads the whole text; or look at another text."""
+    from models import corpus as corpora
+
+    found = corpora.load(data)
+    typer.echo(f"{found.name}: {len(found.text):,} characters, {len(found.vocabulary())} distinct, sha256 {found.sha256}")
 
 
 @app.command()
@@ -115,6 +125,92 @@ def import_checkpoint(
     found = importers.bring(file, out, vocabulary=vocabulary, data=data, heads=heads, activation=activation)
     for line in [*importers.report(found), str(found.path)]:
         typer.echo(line)
+
+
+Knobs = Annotated[list[str], typer.Option("--knob", help="A knob of the analysis, as name=value; may be repeated.")]
+Out = Annotated[Path, typer.Option("--out", help="File to write; its ending says the format: .svg .pdf .png .csv .nc")]
+Panel = Annotated[int, typer.Option("--panel", help="Which of the page's pictures, from 1.")]
+
+
+@app.command()
+def compare(
+    analysis: Annotated[str, typer.Argument(help="Which analysis; `workbench analyses` lists them.")],
+    out: Out,
+    checkpoint: CheckpointName = "baby",
+    second: Annotated[str | None, typer.Option(help="Another checkpoint; the same one unless given.")] = None,
+    knob: Knobs = [],  # noqa: B006 (typer's way)
+    second_knob: Annotated[list[str], typer.Option(help="What differs in the second, as name=value.")] = [],  # noqa: B006
+    panel: Panel = 1,
+    data: Data = None,
+) -> None:
+    """Two checkpoints, or two texts, side by side in one picture, and their difference."""
+    from analyses import compare as comparison
+    from analyses.catalogue import find
+    from models.hooked import load
+    from workbench import figures
+
+    figures.check_format(out)
+    _reading(data)
+    chosen = find(analysis)
+    knobs = _given_knobs(chosen, knob)
+    with _bar():
+        one = chosen(load(checkpoint), **knobs)
+        two = chosen(load(second or checkpoint), **knobs | _given_knobs(chosen, second_knob))
+    view = _panel(chosen.fitting_views(one), panel)
+    typer.echo(figures.save(comparison.compare(one, two, view), out, view))
+
+
+@app.command()
+def over_training(
+    analysis: Annotated[str, typer.Argument(help="Which analysis; `workbench analyses` lists them.")],
+    out: Out,
+    film: Annotated[str, typer.Option(help="Name or folder of a film.")] = "baby-film",
+    at: Annotated[list[str], typer.Option(help="A slice to keep, as dimension=value; may be repeated.")] = [],  # noqa: B006
+    knob: Knobs = [],  # noqa: B006
+    panel: Panel = 1,
+    data: Data = None,
+) -> None:
+    """An analysis at every kept moment of a training run: how a circuit forms."""
+    from analyses import over_training as following
+    from analyses.catalogue import find
+    from workbench import figures
+
+    figures.check_format(out)
+    _reading(data)
+    chosen = find(analysis)
+    places = {name: int(value) if value.isdecimal() else value for name, value in map(_pair, at)}
+    with _bar():
+        dataset = following.over_training(chosen, film, at=places, **_given_knobs(chosen, knob))
+    typer.echo(figures.save(dataset, out, _panel(following.views(dataset), panel)))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"got {text!r}; expected name=value")
+    return name, _typed(value)
+
+
+def _given_knobs(analysis: Analysis, texts: list[str]) -> dict[str, Any]:
+    """Knobs from name=value, each in its own type; what is wrong with a value the analysis itself says."""
+    found: dict[str, Any] = {}
+    for name, value in map(_pair, texts):
+        parameter = analysis.parameters.get(name)
+        kind = parameter.type if parameter else str
+        try:
+            found[name] = {"true": True, "false": False}.get(value, value) if kind is bool else kind(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def _panel(views: Sequence[View], panel: int) -> View:
+    from workbench import figures
+
+    if not 1 <= panel <= len(views):
+        titles = "; ".join(f"{number} {view.title}" for number, view in enumerate(views, 1))
+        raise figures.FormatError(f"panel {panel} is not among this result's pictures; give one of: {titles}")
+    return views[panel - 1]
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -219,10 +315,12 @@ def dashboard(
     port: Annotated[int, typer.Option(help="Port on this machine.")] = 8501,
     checkpoint: CheckpointName = "baby",
     browser: Annotated[bool, typer.Option(help="Open a browser window.")] = True,
+    data: Data = None,
 ) -> None:
     """Open the dashboard in the browser. It listens on this machine only and sends nothing anywhere."""
     from models.checkpoint import find
 
+    _reading(data)
     path = find(checkpoint)
     entry = Path(__file__).parent / "dashboard" / "app.py"
     options = {
@@ -280,25 +378,24 @@ def _typed(text: str) -> str:
 def _command(analysis: Analysis) -> Callable[..., None]:
     """A function whose signature is the analysis' knobs as options, for typer to read."""
 
-    def command(*, checkpoint: str, out: Path, panel: int, **options: Any) -> None:
+    def command(*, checkpoint: str, out: Path, panel: int, data: Path | None, **options: Any) -> None:
         from models.hooked import load
         from workbench import figures
 
         figures.check_format(out)
+        _reading(data)
         typed = {name: _typed(value) if isinstance(value, str) else value for name, value in options.items()}
         given = {name: value for name, value in typed.items() if value != analysis.parameters[name].default}
-        dataset = analysis(load(checkpoint), **given)
-        views = analysis.fitting_views(dataset)
-        if not 1 <= panel <= len(views):
-            titles = "; ".join(f"{number} {view.title}" for number, view in enumerate(views, 1))
-            raise figures.FormatError(f"panel {panel} is not among this result's pictures; give one of: {titles}")
-        typer.echo(figures.save(dataset, out, views[panel - 1]))
+        with _bar():
+            dataset = analysis(load(checkpoint), **given)
+        typer.echo(figures.save(dataset, out, _panel(analysis.fitting_views(dataset), panel)))
 
     command.__doc__ = f"{analysis.title}: {analysis.summary}"
     fixed = {
         "checkpoint": (CheckpointName, "baby"),
-        "panel": (Annotated[int, typer.Option(help="Which of the page's pictures, from 1.")], 1),
-        "out": (Annotated[Path, typer.Option(help="File to write; its ending says the format: .svg .pdf .png .csv .nc")], ...),
+        "panel": (Panel, 1),
+        "data": (Data, None),
+        "out": (Out, ...),
     }
     signature = {name: _option(parameter) for name, parameter in analysis.parameters.items()} | fixed
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -314,6 +411,32 @@ def _command(analysis: Analysis) -> Callable[..., None]:
     )
     command.__annotations__ = {name: annotation for name, (annotation, _) in signature.items()}
     return command
+
+
+def _reading(data: Path | None) -> None:
+    """Make a text the one that analyses of the whole corpus read."""
+    if data is not None:
+        from models import corpus
+
+        os.environ[corpus.VARIABLE] = str(data.resolve())
+
+
+@contextmanager
+def _bar() -> Iterator[None]:
+    """A bar in the terminal for what takes long inside; nothing where standard error is a file."""
+    from tqdm import tqdm
+
+    from analyses.progress import reporting
+
+    with tqdm(disable=None, leave=False, delay=0.5) as bar:
+
+        def listen(done: int, total: int, what: str) -> None:
+            bar.set_description(what, refresh=False)
+            bar.total, bar.n = total, done
+            bar.update(0)
+
+        with reporting(listen):
+            yield
 
 
 def _option(parameter: Parameter) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from analyses import catalogue
 from analyses.views import View
 from models.errors import WorkbenchError
 from workbench.render import matplotlib as renderer
-from workbench.render.plain import marks
+from workbench.render.plain import pictured
 from workbench.render.style import joined, number, visible
 
 PICTURES, DATA = (".svg", ".pdf", ".png"), (".csv", ".nc")
@@ -62,7 +62,7 @@ def export(dataset: xr.Dataset, suffix: str, view: View | None = None) -> bytes:
         return table[labels + variables].to_csv(index=False).encode()
     buffer = io.BytesIO()
     with rc_context(renderer.RC):
-        drawn = renderer.figure(marks(view, dataset), caption(dataset))
+        drawn = renderer.figure(pictured(view, dataset), caption(dataset))
         drawn.savefig(buffer, format=suffix[1:], dpi=200, metadata=_metadata(dataset, suffix))
     return buffer.getvalue()
 

@@ -19,7 +19,7 @@ from analyses.spec import Analysis, KnobError
 from models.hooked import content_hash
 from workbench import figures
 from workbench.render.matplotlib import figure
-from workbench.render.plain import marks
+from workbench.render.plain import Rows, marks
 
 every = pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.slug)
 
@@ -99,7 +99,8 @@ def test_every_renderer_draws_every_view(analysis: Analysis, small_model: Any) -
         drawn = marks(view, dataset)
         assert drawn.title
         assert figure(drawn, figures.caption(dataset)).axes
-        assert chart(drawn).to_dict()
+        if not isinstance(drawn, Rows):  # the page shows a table as one
+            assert chart(drawn).to_dict()
 
 
 @every

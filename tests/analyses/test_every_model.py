@@ -19,6 +19,12 @@ from models.vocabulary import Vocabulary
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 TALL = {"nanogpt", "nanogpt-biased", "walkthrough-final"}  # the same architecture in fewer, narrower blocks, for speed
 
+# what there is to see in a model that has none
+WITHOUT_BLOCKS = {"residual-stream", "component-cosines", "norm-geometry", "logit-attribution", "direct-path", "path-expansion"}
+OF_PAIRS = {"composition", "virtual-head"}  # what needs a block after another
+OF_MLPS = {"neuron-attribution", "neurons"}  # what needs an MLP
+NEEDS_NORM = {"norm-geometry"}  # what needs a LayerNorm somewhere
+
 
 def small(name: str) -> GPTConfig:
     config = PRESETS[name].model
@@ -39,8 +45,13 @@ def model(request, random_weights: Any, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.slug)
 def test_every_analysis_runs_at_its_defaults(model, analysis):
-    if model.cfg.n_layers == 0 and analysis.slug not in ("residual-stream", "logit-attribution"):
-        with pytest.raises((UnsupportedModel, KnobError), match="block"):
+    lacks = "block" if model.cfg.n_layers == 0 and analysis.slug not in WITHOUT_BLOCKS else None
+    lacks = "MLP" if model.cfg.attn_only and model.cfg.n_layers and analysis.slug in OF_MLPS else lacks
+    lacks = "block" if model.cfg.n_layers < 2 and analysis.slug in OF_PAIRS else lacks
+    config = model.checkpoint.config
+    lacks = "LayerNorm" if not (config.norm or config.final_norm) and analysis.slug in NEEDS_NORM else lacks
+    if lacks:
+        with pytest.raises((UnsupportedModel, KnobError), match=lacks):
             analysis(model)
         return
     result = analysis(model)

@@ -19,7 +19,7 @@ from models.protocol import Model
 
 def test_parameters_come_from_the_signature() -> None:
     parameters = qk_circuit.parameters
-    assert list(parameters) == ["layer", "head", "space", "fold"]
+    assert list(parameters) == ["layer", "head", "space", "fold", "embedding", "scale", "text"]
     assert parameters["layer"].knob.cursor == "layer"
     assert parameters["space"].choices == ("char", "position")
     assert parameters["space"].option == "--space"

@@ -176,7 +176,7 @@ def test_a_click_on_a_head_chooses_it_on_every_page(tab: Any, address: str) -> N
     tab.get_by_text("OV circuit", exact=True).locator("visible=true").last.click()
     tab.wait_for_url(re.compile("ov-circuit.*head=1"))
     settled(tab)
-    expect(tab.get_by_text("· L0H1")).to_have_count(1)
+    expect(tab.get_by_text("The chosen head: L0H1")).to_have_count(1)
 
 
 def test_an_address_restores_the_view(tab: Any, address: str) -> None:

@@ -113,8 +113,8 @@ def test_csv_holds_every_value_with_its_coordinates(stored: Path, tmp_path: Path
     code, _, _ = in_process(capsys, monkeypatch, "run", "qk-circuit", "--checkpoint", str(stored), "--out", str(out))
     table = pd.read_csv(out, keep_default_na=False)
     assert code == 0
-    assert list(table.columns) == ["query_char", "key_char", "score"]
-    assert len(table) == 65 * 65
+    assert list(table.columns) == ["layer", "head", "query_char", "key_char", "score"]
+    assert len(table) == 2 * 2 * 65 * 65
     assert {"\n", " ", "'"} <= set(table.query_char)
     expected = qk_circuit(hooked.load(stored)).score.values.ravel()
     np.testing.assert_allclose(table.score, expected, rtol=1e-6)

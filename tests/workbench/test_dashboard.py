@@ -12,6 +12,7 @@ from streamlit.testing.v1 import AppTest
 from analyses.catalogue import ANALYSES
 from analyses.spec import Analysis
 from models import checkpoint
+from models.config import GPTConfig
 from models.gpt import GPT
 from models.vocabulary import Vocabulary
 from workbench.dashboard import page, state
@@ -70,11 +71,10 @@ def widget(elements: Any, label: str) -> Any:
 
 
 @pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.slug)
-def test_every_page_draws_every_view(analysis: Analysis, folder: str) -> None:
-    link = {name: TEXT for name in ("text", "clean", "corrupted")} | {"method": "zero"}
-    test = opened(analysis.slug, folder, **{name: value for name, value in link.items() if name in analysis.parameters})
+def test_every_page_draws_every_view(analysis: Analysis, stored: Path) -> None:
+    test = opened(analysis.slug, str(stored))
     assert failures(test) == []
-    assert charts(test) >= 1
+    assert charts(test) + len(test.dataframe) >= 1
     assert test.title[0].value == analysis.title
     assert any(analysis.function.__name__ in block.value for block in test.code)
     assert any(block.value.startswith(f"workbench run {analysis.slug}") for block in test.code)
@@ -111,7 +111,7 @@ def test_a_text_that_cannot_be_read_is_one_sentence_and_stays(folder: str) -> No
     assert charts(test) == 0
     test.text_area[0].set_value("bad").run()
     assert failures(test) == []
-    assert charts(test) == 2
+    assert charts(test) >= 2
 
 
 def test_missing_statistics_are_one_sentence(folder: str) -> None:
@@ -174,7 +174,9 @@ def test_a_bad_link_gives_a_sentence_and_a_picture(slug: str, link: dict[str, st
 
 def test_the_address_holds_everything_and_restores_it(folder: str) -> None:
     test = opened("qk-circuit", folder, layer="1", head="1", space="position")
-    assert link_of(test) == {"checkpoint": folder, "layer": "1", "head": "1", "space": "position", "fold": "norm weights"}
+    own = {"space": "position", "fold": "norm weights", "embedding": "W_E", "scale": "one"}
+    text = "KING RICHARD III:\nNow is the winter"
+    assert link_of(test) == {"checkpoint": folder, "layer": "1", "head": "1", "text": text, **own}
     assert told(test) == ""
 
 
@@ -223,3 +225,63 @@ def test_a_film_gives_a_slider_over_the_training(folder: str, random_gpt: GPT, v
     absent = opened("logit-lens", folder, text=TEXT, checkpoint=f"{folder}-film/step-00001")
     assert "There is no checkpoint" in told(absent)
     assert widget(absent.select_slider, "Step of its training").value == "trained"
+
+
+# --- beside each other, and over training ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def film(tmp_path: Path, vocabulary: Vocabulary, random_weights: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A checkpoint `run` whose film has two moments, in ./checkpoints."""
+    config = GPTConfig(d_vocab=12, n_ctx=10, d_model=8, n_layers=2, n_heads=2)
+    for name in ("run", "run-film/step-00000", "run-film/step-00007"):
+        checkpoint.save(tmp_path / "checkpoints" / name, random_weights(config).float(), vocabulary)
+    monkeypatch.chdir(tmp_path)
+    return "run"
+
+
+def _following(name: str) -> None:
+    from workbench.dashboard import over_training
+
+    over_training.show(name)
+
+
+def test_another_checkpoint_lies_beside_the_first_with_the_difference(film: str) -> None:
+    test = opened("logit-lens", film, text=TEXT, **{"with": "run-film/step-00007"})
+    assert failures(test) == []
+    assert charts(test) == 3 * 3  # three pictures, each twice and the difference
+    assert "compare(first, second" in "".join(block.value for block in test.code)
+    assert "wb.load('run-film/step-00007')" in "".join(block.value for block in test.code)
+    widget(test.selectbox, "Another checkpoint").set_value("nothing").run()
+    assert charts(test) == 3
+    assert "with" not in link_of(test)
+
+
+def test_another_text_lies_beside_the_first_if_it_is_as_long(film: str) -> None:
+    test = opened("logit-lens", film, text=TEXT)
+    widget(test.text_area, "Another text").set_value("face bad").run()
+    assert failures(test) == []
+    assert charts(test) == 9
+    assert link_of(test)["with_text"] == "face bad"
+    widget(test.text_area, "Another text").set_value("bad").run()
+    assert all("give texts of equal length" in sentence for sentence in failures(test))
+    assert len(failures(test)) == 3
+
+
+def test_the_page_over_training_follows_a_number(film: str) -> None:
+    test = AppTest.from_function(_following, kwargs={"name": film}, default_timeout=60).run()
+    widget(test.selectbox, "Analysis").set_value("circuit-rank").run()
+    assert failures(test) == []
+    assert charts(test) == 2  # curves, and the heads at the slider's step
+    assert widget(test.selectbox, "Index").value == 0  # singular values are (layer, head, index): one index is chosen
+    widget(test.selectbox, "Number").set_value("ov_rank").run()
+    assert failures(test) == []
+    assert charts(test) == 2
+    assert not [box for box in test.selectbox if "Index" in box.label]
+    assert "over_training(circuit_rank, 'run-film', biases=False)" in "".join(block.value for block in test.code)
+
+
+def test_without_a_film_the_page_says_how_to_make_one(folder: str) -> None:
+    test = AppTest.from_function(_following, kwargs={"name": folder}, default_timeout=60).run()
+    assert failures(test) == []
+    assert "There is no film" in told(test)

@@ -6,7 +6,7 @@ import streamlit as st
 
 from analyses.catalogue import ANALYSES
 from analyses.spec import GROUPS
-from workbench.dashboard import controls, home, page
+from workbench.dashboard import controls, home, over_training, page
 
 st.set_page_config(layout="wide", initial_sidebar_state="expanded")
 started_with = controls.given()
@@ -16,4 +16,5 @@ pages = {
 }
 start = st.Page(partial(home.show, started_with, pages), title="Home", url_path="home", default=True)
 grouped = {group: [pages[analysis.slug] for analysis in ANALYSES if analysis.group == group] for group in GROUPS}
-st.navigation({"": [start], **grouped}, position="top").run()
+film = st.Page(partial(over_training.show, started_with), title="Over training", url_path="over-training")
+st.navigation({"": [start], **grouped, "Training": [film]}, position="top").run()

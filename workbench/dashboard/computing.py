@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,8 @@ import streamlit as st
 import torch
 import xarray as xr
 
+from analyses import over_training as following
+from analyses.progress import reporting
 from analyses.spec import Analysis
 from analyses.views import View
 from models import checkpoint, checks, hooked
@@ -58,15 +62,48 @@ def _loaded(name: str, path: str, stamp: int) -> Loaded:
     return Loaded(name, Path(path), stamp, model, hooked.content_hash(model))
 
 
+RESULTS: OrderedDict[tuple[str, ...], xr.Dataset] = OrderedDict()
+MOST_RESULTS = 64
+
+
 def result(analysis: Analysis, loaded: Loaded, knobs: Mapping[str, Any]) -> xr.Dataset:
-    """The result of an analysis, computed unless it has been before."""
-    return _result(analysis.slug, loaded.name, loaded.id, json.dumps(dict(knobs)), analysis, loaded.model)
+    """The result of an analysis, computed unless it has been before.
+
+    What takes long shows a bar; whatever the visitor does meanwhile ends it, as Streamlit does with every script.
+    """
+    key = (analysis.slug, loaded.name, loaded.id, json.dumps(dict(knobs)))
+    return _remembered(key, lambda: analysis(loaded.model, **knobs))
 
 
-@st.cache_data(max_entries=64, show_spinner="Computing …")
-def _result(slug: str, name: str, id: str, knobs: str, _analysis: Analysis, _model: Model) -> xr.Dataset:
-    with LOCK:
-        return _analysis(_model, **json.loads(knobs))
+def over_training(analysis: Analysis, loaded: Loaded, film: str, at: Mapping[str, Any], knobs: Mapping[str, Any]) -> xr.Dataset:
+    """The same for every moment of a film (see `analyses.over_training`); `loaded` is one of the run."""
+    key = (analysis.slug, film, loaded.id, json.dumps([dict(at), dict(knobs)]))
+    return _remembered(key, lambda: following.over_training(analysis, film, at=at, **knobs))
+
+
+def _remembered(key: tuple[str, ...], compute: Callable[[], xr.Dataset]) -> xr.Dataset:
+    if key not in RESULTS:
+        with st.spinner("Computing …"), LOCK, _progress():
+            if key not in RESULTS:  # another visitor may have computed it while this one waited
+                RESULTS[key] = compute()
+            while len(RESULTS) > MOST_RESULTS:
+                RESULTS.popitem(last=False)
+    return RESULTS[key]
+
+
+@contextmanager
+def _progress() -> Iterator[None]:
+    """A bar on the page for whatever inside tells how far it is."""
+    place = st.empty()
+
+    def listen(done: int, total: int, what: str) -> None:
+        place.progress(done / max(1, total), text=f"{what}: {done} of {total}")
+
+    try:
+        with reporting(listen):
+            yield
+    finally:
+        place.empty()
 
 
 def file(dataset: xr.Dataset, suffix: str, view: View) -> bytes:

@@ -12,7 +12,7 @@ import streamlit as st
 
 from analyses.spec import Analysis, Parameter
 from models import checkpoint, film
-from workbench.dashboard import state
+from workbench.dashboard import computing, state
 from workbench.dashboard.computing import Loaded
 from workbench.render.style import GLYPHS, glyph
 
@@ -85,6 +85,40 @@ def _exists(name: str) -> bool:
 
 def _checkpoint_changed() -> None:
     state.values()["checkpoint"] = st.session_state["widget checkpoint"]
+
+
+# --- a second one beside it --------------------------------------------------------------------------------------------
+
+NOTHING = "nothing"
+
+
+def compare_with(analysis: Analysis, loaded: Loaded, knobs: Mapping[str, Any]) -> tuple[Loaded, dict[str, Any]] | None:
+    """What the visitor wants beside this page: another checkpoint, another text, or both. None for nothing."""
+    checkpoint_name, text = state.beside("with"), state.beside("with_text")
+    with st.sidebar.expander("Compare with", expanded=checkpoint_name is not None or text is not None):
+        run, _ = film.run_and_step(loaded.name)
+        moments = [film.name_of(run, step) for step in _moments(run)]
+        options = [NOTHING, *(name for name in [*checkpoint.available(), *moments] if name != loaded.name)]
+        if checkpoint_name is not None and checkpoint_name not in options:
+            st.caption(f"There is no checkpoint {checkpoint_name!r} here.")
+            checkpoint_name = None
+        _put("widget with", checkpoint_name or NOTHING)
+        st.selectbox("Another checkpoint", options, key="widget with", on_change=_beside_changed)
+        reads_text = "text" in analysis.parameters
+        if reads_text:
+            _put("widget with text", text or "")
+            st.text_area("Another text, as long as the first", key="widget with text", height=90, on_change=_beside_changed)
+    if checkpoint_name is None and not (reads_text and text):
+        return None
+    other = computing.load(checkpoint_name) if checkpoint_name else loaded
+    return other, dict(knobs) | ({"text": text} if reads_text and text else {})
+
+
+def _beside_changed() -> None:
+    name = st.session_state["widget with"]
+    state.choose("with", None if name == NOTHING else name)
+    if "widget with text" in st.session_state:
+        state.choose("with_text", st.session_state["widget with text"] or None)
 
 
 # --- the knobs -------------------------------------------------------------------------------------------------------

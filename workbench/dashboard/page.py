@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import streamlit as st
 import xarray as xr
 
 from analyses.catalogue import ANALYSES
+from analyses.compare import compare
 from analyses.spec import Analysis
 from analyses.views import View
 from models.errors import WorkbenchError
@@ -20,8 +26,8 @@ from workbench.cli import command_line
 from workbench.dashboard import computing, controls, state
 from workbench.dashboard.computing import Loaded
 from workbench.render.altair import CLICK, chart
-from workbench.render.plain import Axis, Cells, Marks, Thumbnails, marks
-from workbench.render.style import number
+from workbench.render.plain import Axis, Cells, Marks, Rows, SignedBars, Thumbnails, beside, marks
+from workbench.render.style import limits, number
 
 STYLE = """<style>
 .stMainBlockContainer {max-width: 1360px; padding: 4.2rem 2.2rem 3rem}
@@ -75,9 +81,17 @@ def _show(analysis: Analysis, started_with: str) -> None:
     _heading(analysis)
     knobs, told = state.settle(analysis, loaded)
     controls.show(analysis, loaded, knobs)
+    guarded(partial(_answer, analysis, loaded, knobs, [*told, *st.session_state.pop("moved", [])]))
+
+
+def _answer(analysis: Analysis, loaded: Loaded, knobs: Mapping[str, Any], told: list[str]) -> None:
+    other = controls.compare_with(analysis, loaded, knobs)
     address = state.write_address(state.values()["checkpoint"], analysis)
-    sentences([*told, *st.session_state.pop("moved", [])])
-    guarded(partial(_results, analysis, loaded, knobs, address))
+    sentences(told)
+    if other is None:
+        _results(analysis, loaded, knobs, address)
+    else:
+        _compared(analysis, loaded, knobs, *other)
 
 
 def _heading(analysis: Analysis) -> None:
@@ -106,26 +120,87 @@ def _results(analysis: Analysis, loaded: Loaded, knobs: Mapping[str, Any], addre
             guarded(partial(_panel, analysis, loaded, knobs, dataset, view, found, place, address))
 
 
+def _compared(
+    analysis: Analysis, loaded: Loaded, knobs: Mapping[str, Any], other: Loaded, other_knobs: Mapping[str, Any]
+) -> None:
+    first, second = computing.result(analysis, loaded, knobs), computing.result(analysis, other, other_knobs)
+    for place, view in enumerate(analysis.fitting_views(first)):
+        with st.container(border=True):
+            guarded(partial(_beside, analysis, knobs, first, second, view, place))
+
+
+def _beside(
+    analysis: Analysis, knobs: Mapping[str, Any], first: xr.Dataset, second: xr.Dataset, view: View, place: int
+) -> None:  # fmt: skip
+    dataset = compare(first, second, view)
+    found = beside(view, dataset)
+    st.markdown(f"##### {markdown(found.title)}")
+    squarish = isinstance(found.panels[0], Cells) and found.panels[0].values.shape[1] <= 2 * found.panels[0].values.shape[0]
+    boxes: Any = st.columns(len(found.panels)) if squarish else [st.container() for _ in found.panels]
+    for part, (box, panel) in enumerate(zip(boxes, found.panels, strict=True)):
+        with box:
+            if isinstance(panel, Rows):
+                _table(panel)
+            else:
+                drawn = chart(panel)
+                stretched = getattr(drawn, "width", None) == "container"
+                st.altair_chart(drawn, width="stretch" if stretched else "content", theme=None, key=f"beside {place} {part}")
+    with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
+        st.caption(beneath(dataset))
+        with st.container(horizontal=True, width="content"):
+            download(analysis, dataset, view, knobs, place)
+            with st.popover("Python"):
+                st.code(_python_of_both(analysis, first, second, place), language="python")
+
+
+def _python_of_both(analysis: Analysis, first: xr.Dataset, second: xr.Dataset, place: int) -> str:
+    name = analysis.function.__name__
+    calls = []
+    for result in (first, second):
+        arguments = "".join(f", {key}={value!r}" for key, value in json.loads(result.attrs["knobs"]).items())
+        calls.append(f"{name}(wb.load({result.attrs['checkpoint']!r}){arguments})")
+    return (
+        f"import workbench as wb\nfrom analyses.compare import compare\nfrom {analysis.function.__module__} import {name}\n\n"
+        f"first = {calls[0]}\nsecond = {calls[1]}\n"
+        f"both = compare(first, second, {name}.fitting_views(first)[{place}])"
+    )
+
+
 def _panel(
     analysis: Analysis, loaded: Loaded, knobs: Mapping[str, Any], dataset: xr.Dataset, view: View, found: Marks, place: int,
     address: Mapping[str, str],
 ) -> None:  # fmt: skip
+    targets = _targets(analysis, found)
+    if isinstance(found, Rows):
+        _table(found)
+    else:
+        _chart(analysis, knobs, found, place, targets)
+    with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
+        st.caption(beneath(dataset, targets))
+        with st.container(horizontal=True, width="content"):
+            download(analysis, dataset, view, knobs, place)
+            _reproduce(analysis, loaded, knobs, place, address)
+
+
+def _chart(analysis: Analysis, knobs: Mapping[str, Any], found: Marks, place: int, targets: Mapping[str, Axis]) -> None:
     chosen = (knobs["layer"], knobs["head"]) if {"layer", "head"} <= knobs.keys() else None
     drawn = chart(found, chosen)
     width: Any = "stretch" if getattr(drawn, "width", None) == "container" else "content"
-    targets = _targets(analysis, found)
     at = ".".join(str(state.values().get(cursor)) for cursor in ("layer", "head", "position"))
     name = f"panel {analysis.slug} {place} {at}"
     clicks: dict[str, Any] = {"on_select": partial(_clicked, name, analysis, targets), "key": name} if targets else {}
     st.altair_chart(drawn, width=width, theme=None, **clicks)
-    with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
-        st.caption(_beneath(dataset, targets))
-        with st.container(horizontal=True, width="content"):
-            _download(analysis, dataset, view, knobs, place)
-            _reproduce(analysis, loaded, knobs, place, address)
 
 
-def _beneath(dataset: xr.Dataset, targets: Mapping[str, Axis]) -> str:
+def _table(found: Rows) -> None:
+    st.markdown(f"##### {markdown(found.title)}")
+    table = pd.DataFrame(dict(found.columns))
+    numbers = table.select_dtypes("number").columns
+    config = {name: st.column_config.NumberColumn(format="%.4g") for name in numbers}
+    st.dataframe(table, column_config=config, hide_index=True, width="stretch", height=min(36 * (len(table) + 1) + 3, 640))
+
+
+def beneath(dataset: xr.Dataset, targets: Mapping[str, Axis] = MappingProxyType({})) -> str:
     """The line under a picture: what was checked, and what a click does."""
     parts = []
     if "identity" in dataset.attrs:
@@ -137,7 +212,7 @@ def _beneath(dataset: xr.Dataset, targets: Mapping[str, Axis]) -> str:
     return plain(" ".join(parts))
 
 
-def _download(analysis: Analysis, dataset: xr.Dataset, view: View, knobs: Mapping[str, Any], place: int) -> None:
+def download(analysis: Analysis, dataset: xr.Dataset, view: View, knobs: Mapping[str, Any], place: int) -> None:
     head = f"-L{knobs['layer']}H{knobs['head']}" if {"layer", "head"} <= knobs.keys() else ""
     with st.popover("Download"), st.container(horizontal=True, gap="small"):
         for suffix in FILES:
@@ -157,6 +232,18 @@ def _reproduce(analysis: Analysis, loaded: Loaded, knobs: Mapping[str, Any], pla
         st.caption("Link to this page as it is:")
         base = (st.context.url or "").split("?")[0]
         st.code(f"{base}?{urllib.parse.urlencode(address)}", language=None, wrap_lines=True)
+
+
+def fixed(found: Marks, variable: xr.DataArray, signed: bool) -> Marks:
+    """The same picture on the colours, or the limits, of all values of a variable."""
+    low, high = float(variable.min()), float(variable.max())
+    if isinstance(found, Cells):
+        if signed:
+            low, high = -max(abs(low), abs(high)), max(abs(low), abs(high))
+        return replace(found, colour=replace(found.colour, low=min(low, 0.0), high=high if high > low else low + 1))
+    if isinstance(found, SignedBars):
+        return replace(found, limits=limits(np.array([low, high, 0.0])))
+    return found
 
 
 # --- clicks ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from workbench.render.style import visible
 
 CURSORS: tuple[str, ...] = get_args(Cursor)
 NONE = "none"
+BESIDE = ("with", "with_text")  # what a page is compared with: another checkpoint, another text
 
 
 def key_of(analysis: Analysis, parameter: Parameter) -> str:
@@ -66,6 +67,7 @@ def write_address(checkpoint: str | None, analysis: Analysis | None = None) -> d
     told = {"checkpoint": checkpoint} if checkpoint else {}
     told |= {name: link()[name] for name in CURSORS if name in link()}
     told |= {name: _as_text(values()[name]) for name in CURSORS if name in values()}
+    told |= {name: values()[name] for name in BESIDE if values().get(name) is not None}
     if analysis is not None:
         for parameter in analysis.parameters.values():
             key = key_of(analysis, parameter)
@@ -95,6 +97,13 @@ def _fail() -> None:
     raise ValueError
 
 
+def beside(name: str) -> str | None:
+    """What a page is compared with, from the address or the session; None for nothing."""
+    if name in link():
+        values()[name] = link().pop(name)
+    return values().get(name)
+
+
 # --- fitting ---------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +121,7 @@ def settle(analysis: Analysis, loaded: Loaded) -> tuple[dict[str, Any], list[str
         else:
             value = _nearest(parameter, loaded, knobs, value, told)
         knobs[parameter.name] = values()[key] = value
-    known = {in_link(parameter) for parameter in analysis.parameters.values()} | {"checkpoint", *CURSORS}
+    known = {in_link(parameter) for parameter in analysis.parameters.values()} | {"checkpoint", *CURSORS, *BESIDE}
     for name in [name for name in link() if name not in known]:
         told.append(f"The link sets {name!r}, which this page does not have; it is ignored.")
         del link()[name]

@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.image import imsave
 
 from workbench.render import style
-from workbench.render.plain import Axis, Cells, ColourScale, Curves, Marks, SignedBars, Thumbnails
+from workbench.render.plain import Axis, Cells, ColourScale, Curves, Marks, Points, SignedBars, Thumbnails
 
 CLICK = "click"
 MOST_CELLS = 4900  # drawn one by one; a larger matrix becomes one image, so that the browser stays quick
@@ -143,7 +143,7 @@ def _(marks: Curves, chosen: tuple[int, int] | None = None) -> Any:
     everything = np.concatenate([values for _, curves in marks.panels for _, values in curves])
     lowest, highest = float(np.nanmin(everything)), float(np.nanmax(everything))
     low = 0.0 if 0 <= lowest else lowest
-    domain = [low, highest + 0.03 * (highest - low) if highest > low else low + 1]
+    domain = list(marks.limits) if marks.limits else [low, highest + 0.03 * (highest - low) if highest > low else low + 1]
     if len(marks.panels) == 1:
         single = _curves(marks, *marks.panels[0], domain, first=True)
         return single.properties(title=_title(marks.title), width="container", height=330, autosize=_autosize(True))
@@ -158,6 +158,20 @@ def _(marks: Curves, chosen: tuple[int, int] | None = None) -> Any:
 
 
 @draw.register
+def _(marks: Points, chosen: tuple[int, int] | None = None) -> Any:
+    columns = min(len(marks.panels), 4)
+    side = 380 if columns == 1 else int(WIDEST / columns - 60)
+    limits = [style.limits(np.concatenate([curve[axis] for _, curves in marks.panels for curve in curves])) for axis in (1, 2)]
+    panels = [
+        _points(marks, curves, limits).properties(
+            width=side, height=side, title=alt.TitleParams(facet, fontSize=15, fontWeight="normal", offset=4)
+        )
+        for facet, curves in marks.panels
+    ]
+    return alt.concat(*panels, columns=columns, spacing=16).properties(title=_title(marks.title), autosize=_autosize(False))
+
+
+@draw.register
 def _(marks: SignedBars, chosen: tuple[int, int] | None = None) -> Any:
     values = marks.values.tolist()
     table = pd.DataFrame(
@@ -169,11 +183,12 @@ def _(marks: SignedBars, chosen: tuple[int, int] | None = None) -> Any:
         }
     )
     rows = len(values)
+    span = alt.Scale(domain=list(marks.limits), nice=False) if marks.limits else alt.Scale()
     bars = (
         alt.Chart(table)
         .mark_bar()
         .encode(
-            x=alt.X("value:Q", title=marks.value_title, axis=alt.Axis(tickCount=6, grid=True, gridColor="#e4e4e4")),
+            x=alt.X("value:Q", title=marks.value_title, scale=span, axis=alt.Axis(tickCount=6, grid=True, gridColor="#e4e4e4")),
             y=alt.Y("y:O", sort=None, scale=_domain(marks.categories), axis=_axis(marks.categories, rows, "y")),
             color=alt.Color("colour:N", scale=None),
             tooltip=[
@@ -269,7 +284,7 @@ def _curves(marks: Curves, facet: str, curves: tuple, domain: list[float], first
     palette = [style.CATEGORIES[number % len(style.CATEGORIES)] for number in range(len(names))]
     legend = alt.Legend(title=None, orient="top") if marks.hue_title or len(names) > 1 else None
     base = alt.Chart(table).encode(
-        x=alt.X("x:Q", axis=axis, scale=alt.Scale(nice=False, zero=False, padding=4)),
+        x=alt.X("x:Q", axis=axis, scale=_numbers(marks.x_scale)),
         y=alt.Y(
             "y:Q",
             scale=alt.Scale(domain=domain, nice=False, zero=False),
@@ -285,6 +300,44 @@ def _curves(marks: Curves, facet: str, curves: tuple, domain: list[float], first
         ]
     )
     return alt.layer(base.mark_line(strokeWidth=2.2), points)
+
+
+def _numbers(kind: str) -> alt.Scale:
+    return alt.Scale(type="symlog" if kind == "symlog" else "linear", nice=False, zero=False, padding=4)
+
+
+def _points(marks: Points, curves: tuple, limits: list[tuple[float, float]]) -> Any:
+    names = [f"{marks.hue_title} {label}".strip() for label, _, _ in curves]
+    table = pd.DataFrame(
+        {"x": x, "y": y, "hue": name, "at": key, "shown": f"{style.number(x)}, {style.number(y)}"}
+        for name, (_, xs, ys) in zip(names, curves, strict=True)
+        for x, y, key in zip(xs.tolist(), ys.tolist(), marks.over.keys, strict=True)
+    )
+    palette = [style.CATEGORIES[number % len(style.CATEGORIES)] for number in range(len(names))]
+    legend = alt.Legend(title=None, orient="top") if len(names) > 1 else None
+    axes = [alt.Axis(title=title, tickCount=5, grid=True, gridColor="#e4e4e4") for title in (marks.x_title, marks.y_title)]
+    scales = [alt.Scale(domain=list(limit), nice=False, zero=False) for limit in limits]
+    points = (
+        alt.Chart(table)
+        .mark_point(size=45, filled=True, opacity=0.8)
+        .encode(
+            x=alt.X("x:Q", axis=axes[0], scale=scales[0]),
+            y=alt.Y("y:Q", axis=axes[1], scale=scales[1]),
+            color=alt.Color("hue:N", sort=None, scale=alt.Scale(domain=names, range=palette), legend=legend),
+            tooltip=[
+                alt.Tooltip("hue:N", title=marks.hue_title or "points"),
+                alt.Tooltip("at:N", title=marks.over.title),
+                alt.Tooltip("shown:N", title=f"{marks.x_title}, {marks.y_title}"),
+            ],
+        )
+    )
+    origin = pd.DataFrame({"zero": [0.0]})
+    rules = [
+        alt.Chart(origin).mark_rule(color="#999999").encode(**{side: alt.X("zero:Q") if side == "x" else alt.Y("zero:Q")})
+        for side, (low, high) in zip("xy", limits, strict=True)
+        if low <= 0 <= high
+    ]
+    return alt.layer(*rules, points)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

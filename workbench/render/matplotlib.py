@@ -11,10 +11,13 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.transforms import Bbox
 
 from workbench.render import style
-from workbench.render.plain import Axis, Cells, ColourScale, Curves, Marks, SignedBars, Thumbnails
+from workbench.render.plain import Axis, Beside, Cells, ColourScale, Curves, Marks, Points, Rows, SignedBars, Thumbnails
+
+Part = Figure | SubFigure
 
 RC: Any = {
     "font.family": ["DejaVu Sans"],
@@ -29,32 +32,73 @@ RC: Any = {
     "axes.prop_cycle": f"cycler('color', {list(style.CATEGORIES)})",
 }
 
+MOST_ROWS = 40  # of a table in a picture; all are in the CSV file
 RASTER = 10_000  # a picture of more cells than this is a bitmap inside a vector file, its text still text
 
 
 def figure(marks: Marks, caption: str = "") -> Figure:
     """A finished figure of some marks, with a small caption below."""
     with rc_context(RC):
-        drawn = draw(marks)
+        drawn = Figure(figsize=size(marks), layout="constrained")
+        paint(marks, drawn)
         if caption:
             drawn.supxlabel(caption, fontsize=7, color="#555555", x=0.01, ha="left")
         return drawn
 
 
 @singledispatch
-def draw(marks: Marks) -> Figure:
-    """Draw marks on a new figure of fitting size, inches."""
+def size(marks: Marks) -> tuple[float, float]:
+    """Width and height, inches, of a picture that fits its marks."""
+    raise TypeError(f"no size for {type(marks).__name__}")
+
+
+@singledispatch
+def paint(marks: Marks, drawn: Part) -> None:
+    """Draw marks on a figure, or on a part of one."""
     raise TypeError(f"no drawing for {type(marks).__name__}")
 
 
-@draw.register
-def _(marks: Cells) -> Figure:
+@size.register
+def _(marks: Beside) -> tuple[float, float]:
+    sizes = [size(panel) for panel in marks.panels]
+    if _is_wide(marks):
+        return max(width for width, _ in sizes), sum(height for _, height in sizes) + 0.4
+    return sum(width for width, _ in sizes), max(height for _, height in sizes) + 0.4
+
+
+@paint.register
+def _(marks: Beside, drawn: Part) -> None:
+    sizes = [size(panel) for panel in marks.panels]
+    if _is_wide(marks):
+        parts: Any = drawn.subfigures(len(sizes), 1, height_ratios=[height for _, height in sizes])
+    else:
+        parts = drawn.subfigures(1, len(sizes), width_ratios=[width for width, _ in sizes])
+    for panel, part in zip(marks.panels, parts, strict=True):
+        paint(panel, part)
+    drawn.suptitle(_escaped(marks.title), x=0.01, ha="left", fontsize=12)
+
+
+def _is_wide(marks: Beside) -> bool:
+    """Whether the pictures lie better below each other."""
+    width, height = size(marks.panels[0])
+    return width > 2 * height
+
+
+def _side(marks: Cells) -> float:
+    """Side of a cell, inches."""
+    return min(0.32, 9.0 / max(marks.values.shape))
+
+
+@size.register
+def _(marks: Cells) -> tuple[float, float]:
     rows, columns = marks.values.shape
-    cell = min(0.32, 9.0 / max(rows, columns))
+    return max(4.0, columns * _side(marks) + 2.2), max(2.4, rows * _side(marks) + 1.3)
+
+
+@paint.register
+def _(marks: Cells, drawn: Part) -> None:
+    cell = _side(marks)
     low_detail = cell < 0.11
-    width = max(4.0, columns * cell + 2.2)
-    height = max(2.4, rows * cell + 1.3)
-    drawn = Figure(figsize=(width, height), layout="constrained")
     axes = drawn.add_subplot()
     _image(axes, marks.values, marks.colour, rasterized=marks.values.size > RASTER)
     _ticks(axes, "x", marks.x, cell, low_detail)
@@ -67,13 +111,17 @@ def _(marks: Cells) -> Figure:
     axes.set_title(marks.title)
     axes.set_aspect("equal")
     _colour_bar(drawn, axes, marks.colour)
-    return drawn
 
 
-@draw.register
-def _(marks: Thumbnails) -> Figure:
+@size.register
+def _(marks: Thumbnails) -> tuple[float, float]:
     layers, heads = marks.values.shape[:2]
-    drawn = Figure(figsize=(1.75 * heads + 1.4, 1.85 * layers + 0.9), layout="constrained")
+    return 1.75 * heads + 1.4, 1.85 * layers + 0.9
+
+
+@paint.register
+def _(marks: Thumbnails, drawn: Part) -> None:
+    layers, heads = marks.values.shape[:2]
     grid = drawn.subplots(layers, heads, squeeze=False)
     for layer in range(layers):
         for head in range(heads):
@@ -86,19 +134,27 @@ def _(marks: Thumbnails) -> Figure:
     grid[-1][0].set_ylabel(marks.y.title)
     drawn.suptitle(marks.title, x=0.01, ha="left", fontsize=11)
     _colour_bar(drawn, list(grid.flat), marks.colour)
-    return drawn
 
 
-@draw.register
-def _(marks: Curves) -> Figure:
+@size.register
+def _(marks: Curves) -> tuple[float, float]:
     panels = len(marks.panels)
-    drawn = Figure(figsize=(3.0 * panels + 1.2 if panels > 1 else 7.0, 3.4), layout="constrained")
+    return 3.0 * panels + 1.2 if panels > 1 else 7.0, 3.4
+
+
+@paint.register
+def _(marks: Curves, drawn: Part) -> None:
+    panels = len(marks.panels)
     grid = drawn.subplots(1, panels, sharey=True, squeeze=False)[0]
     for axes, (facet, curves) in zip(grid, marks.panels, strict=True):
         for label, values in curves:
             axes.plot(marks.x_values, values, label=_escaped(f"{marks.hue_title} {label}".strip()), linewidth=1.6)
         axes.set_title(facet or marks.title)
         axes.set_xlabel(marks.x.title)
+        if marks.x_scale == "symlog":
+            axes.set_xscale("symlog")
+        if marks.limits is not None:
+            axes.set_ylim(*marks.limits)
         if not facet and marks.x.labels != marks.x.keys and len(marks.x.labels) <= 70:
             axes.set_xticks(marks.x_values, [_escaped(label) for label in marks.x.labels], fontsize=7)
     grid[0].set_ylabel(marks.y_title)
@@ -106,12 +162,15 @@ def _(marks: Curves) -> Figure:
         grid[-1].legend(frameon=False, fontsize=8)
     if panels > 1:
         drawn.suptitle(marks.title, x=0.01, ha="left", fontsize=11)
-    return drawn
 
 
-@draw.register
-def _(marks: SignedBars) -> Figure:
-    drawn = Figure(figsize=(7.0, 0.22 * len(marks.values) + 1.2), layout="constrained")
+@size.register
+def _(marks: SignedBars) -> tuple[float, float]:
+    return 7.0, 0.22 * len(marks.values) + 1.2
+
+
+@paint.register
+def _(marks: SignedBars, drawn: Part) -> None:
     axes = drawn.add_subplot()
     places = np.arange(len(marks.values))
     colours = [style.POSITIVE if value >= 0 else style.NEGATIVE for value in marks.values]
@@ -122,7 +181,82 @@ def _(marks: SignedBars) -> Figure:
     axes.set_xlabel(_escaped(marks.value_title))
     axes.set_ylabel(marks.categories.title)
     axes.set_title(_escaped(marks.title))
-    return drawn
+    if marks.limits is not None:
+        axes.set_xlim(*marks.limits)
+
+
+def _rows_and_columns(marks: Points) -> tuple[int, int]:
+    columns = min(len(marks.panels), 4)
+    return -(-len(marks.panels) // columns), columns
+
+
+@size.register
+def _(marks: Points) -> tuple[float, float]:
+    rows, columns = _rows_and_columns(marks)
+    return 3.0 * columns + 1.2, 3.0 * rows + 0.8
+
+
+@paint.register
+def _(marks: Points, drawn: Part) -> None:
+    rows, columns = _rows_and_columns(marks)
+    grid = drawn.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes in grid.flat[len(marks.panels) :]:
+        axes.set_visible(False)
+    for axes, (facet, curves) in zip(grid.flat, marks.panels, strict=False):
+        axes.axhline(0, color="#999999", linewidth=0.7)
+        axes.axvline(0, color="#999999", linewidth=0.7)
+        for label, x, y in curves:
+            axes.scatter(x, y, s=12, alpha=0.8, label=_escaped(f"{marks.hue_title} {label}".strip()))
+        axes.set_title(facet)
+    drawn.supxlabel(_escaped(marks.x_title), fontsize=9)
+    drawn.supylabel(_escaped(marks.y_title), fontsize=9)
+    if marks.hue_title:
+        grid[0][-1].legend(frameon=False, fontsize=8)
+    drawn.suptitle(_escaped(marks.title), x=0.01, ha="left", fontsize=11)
+
+
+def _texts(marks: Rows) -> tuple[list[str], list[list[str]], list[int]]:
+    """Headings, the cells of the rows that are shown, and the width of each column in characters."""
+    headings = [_escaped("\n".join(textwrap.wrap(heading, 18))) for heading, _ in marks.columns]
+    shown = min(len(marks.columns[0][1]), MOST_ROWS)
+    cells = [[_escaped(_cell(values[row])) for _, values in marks.columns] for row in range(shown)]
+    widths = [
+        max([*map(len, heading.split("\n")), *(len(line[number]) for line in cells)]) + 2
+        for number, heading in enumerate(headings)
+    ]
+    return headings, cells, widths
+
+
+@size.register
+def _(marks: Rows) -> tuple[float, float]:
+    headings, cells, widths = _texts(marks)
+    lines = max(heading.count("\n") for heading in headings) + 1
+    return max(4.0, 0.085 * sum(widths)), 0.22 * len(cells) + 0.2 * lines + 0.8
+
+
+@paint.register
+def _(marks: Rows, drawn: Part) -> None:
+    headings, cells, widths = _texts(marks)
+    lines, count = max(heading.count("\n") for heading in headings) + 1, len(marks.columns[0][1])
+    axes = drawn.add_subplot()
+    axes.axis("off")
+    axes.set_title(_escaped(marks.title) + (f" (the first {len(cells)} of {count:,} rows)" if len(cells) < count else ""))
+    table = axes.table(
+        cells, colLabels=headings, colWidths=[width / sum(widths) for width in widths], cellLoc="left", edges="horizontal",
+        bbox=Bbox.unit(),
+    )  # fmt: skip
+    table.auto_set_font_size(False)
+    table.set_fontsize(8)
+    for (row, _), cell in table.get_celld().items():
+        cell.set_linewidth(0.4)
+        cell.set_edgecolor("#bbbbbb")
+        if row == 0:
+            cell.set_height(cell.get_height() * (1 + 0.9 * (lines - 1)))
+            cell.set_text_props(weight="bold")
+
+
+def _cell(value: Any) -> str:
+    return value if isinstance(value, str) else style.number(float(value))
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -152,9 +286,9 @@ def _ticks(axes: Axes, side: str, axis: Axis, cell: float, low_detail: bool) -> 
     axes.tick_params(length=2)
 
 
-def _colour_bar(drawn: Figure, axes: Axes | list[Axes], colour: ColourScale) -> None:
+def _colour_bar(drawn: Part, axes: Axes | list[Axes], colour: ColourScale) -> None:
     mappable = ScalarMappable(Normalize(colour.low, colour.high), style.colormap(colour.kind))
-    height = drawn.get_size_inches()[1]
+    height = drawn.bbox.height / drawn.dpi
     label = "\n".join(textwrap.wrap(_escaped(colour.title), max(14, int(9 * height))))
     drawn.colorbar(mappable, ax=axes, label=label, shrink=0.9 if height < 4 else 0.7, aspect=6 * height)
 

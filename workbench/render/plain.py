@@ -7,15 +7,17 @@ The matplotlib and Altair renderers turn marks into ink.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from analyses.views import Bars, HeadGrid, Heatmap, Lines, View
-from workbench.render.style import glyph, number, with_units
+from analyses.compare import SIDES
+from analyses.views import Bars, HeadGrid, Heatmap, Lines, Scatter, Table, View
+from workbench.render.style import glyph, limits, number, visible, with_units
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,28 @@ class Curves:
     y_title: str
     hue_title: str
     panels: tuple[tuple[str, tuple[tuple[str, np.ndarray], ...]], ...]
+    x_scale: str = "linear"
+    limits: tuple[float, float] | None = None  # of y, where several pictures share them
+
+
+@dataclass(frozen=True)
+class Points:
+    """Points in a plane; `panels` are (facet label, ((hue label, x values, y values), …)), `names` says what each point is."""
+
+    title: str
+    x_title: str
+    y_title: str
+    hue_title: str
+    over: Axis
+    panels: tuple[tuple[str, tuple[tuple[str, np.ndarray, np.ndarray], ...]], ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table: (heading, values) per column, all of one length; numbers stay numbers, characters are visible."""
+
+    title: str
+    columns: tuple[tuple[str, tuple[Any, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -81,9 +105,18 @@ class SignedBars:
     categories: Axis
     values: np.ndarray
     value_title: str
+    limits: tuple[float, float] | None = None
 
 
-Marks = Cells | Thumbnails | Curves | SignedBars
+@dataclass(frozen=True)
+class Beside:
+    """Pictures of the same kind side by side, each with its own title."""
+
+    title: str
+    panels: tuple[Any, ...]
+
+
+Marks = Cells | Thumbnails | Curves | Points | Rows | SignedBars | Beside
 
 
 @singledispatch
@@ -129,7 +162,45 @@ def _(view: Lines, dataset: xr.Dataset) -> Curves:
         for row, facet in enumerate(facets)
     )
     x_values = np.asarray(chosen[view.x].values, dtype=float)
-    return Curves(_title(view, dataset), _axis(chosen, view.x), x_values, _named(variable), view.hue or "", panels)
+    return Curves(
+        _title(view, dataset), _axis(chosen, view.x), x_values, _named(variable), view.hue or "", panels,
+        view.x_scale,
+    )  # fmt: skip
+
+
+@marks.register
+def _(view: Scatter, dataset: xr.Dataset) -> Points:
+    chosen = _slice(view, dataset)
+    facets = _axis(chosen, view.facet).labels if view.facet else ("",)
+    hues = _axis(chosen, view.hue).labels if view.hue else ("",)
+    order = [dim for dim in (view.facet, view.hue) if dim] + [view.over]
+    x, y = (chosen[name].transpose(*order).values.astype(float).reshape(len(facets), len(hues), -1) for name in (view.x, view.y))
+    panels = tuple(
+        (f"{view.facet} {facet}" if view.facet else "", tuple(zip(hues, x[row], y[row], strict=True)))
+        for row, facet in enumerate(facets)
+    )
+    return Points(
+        _title(view, dataset), _named(chosen[view.x]), _named(chosen[view.y]), view.hue or "", _axis(chosen, view.over), panels
+    )
+
+
+@marks.register
+def _(view: Table, dataset: xr.Dataset) -> Rows:
+    chosen = _slice(view, dataset)
+    grid = np.meshgrid(*(np.arange(chosen.sizes[dim]) for dim in view.rows), indexing="ij")
+    labels = [_axis(chosen, dim).keys for dim in view.rows]
+    columns = [
+        (dim.replace("_", " "), tuple(names[place] for place in places.ravel()))
+        for dim, names, places in zip(view.rows, labels, grid, strict=True)
+    ]
+    if view.rows == ("layer", "head"):
+        names = (f"L{layer}H{head}" for layer, head in zip(columns[0][1], columns[1][1], strict=True))
+        columns = [("head", tuple(names))]
+    for name in view.columns:
+        values = chosen[name].transpose(*view.rows).values.ravel()
+        shown = (visible(value) if isinstance(value, str) else value.item() for value in values)
+        columns.append((_named(chosen[name]), tuple(shown)))
+    return Rows(_title(view, dataset), tuple(columns))
 
 
 @marks.register
@@ -137,6 +208,43 @@ def _(view: Bars, dataset: xr.Dataset) -> SignedBars:
     chosen = _slice(view, dataset)
     variable = chosen[view.x]
     return SignedBars(_title(view, dataset), _axis(chosen, view.y), variable.values.astype(float), _named(variable))
+
+
+# --- two results side by side ----------------------------------------------------------------------------------------
+
+
+def pictured(view: View, dataset: xr.Dataset) -> Marks:
+    """The marks of a result, or of two that were compared."""
+    return beside(view, dataset) if "side" in dataset.dims else marks(view, dataset)
+
+
+def beside(view: View, compared: xr.Dataset) -> Beside:
+    """What `analyses.compare` gives, as three pictures: both on one scale, and the difference on its own, white at zero."""
+    names = [textwrap.shorten(visible(name), 60, placeholder=" …") for name in json.loads(compared.attrs["sides"])]
+    free = replace(view, at=())
+    first, second = (marks(free, compared.sel(side=side)) for side in SIDES[:2])
+    first, second = _alike(first, second)
+    title = first.title
+    panels = [replace(first, title=names[0]), replace(second, title=names[1])]
+    if not isinstance(view, Table):  # of which a row is no number
+        signed = replace(free, scale="diverging") if isinstance(free, (Heatmap, HeadGrid)) else free
+        panels.append(replace(marks(signed, compared.sel(side=SIDES[2])), title="The second minus the first"))
+    return Beside(title, tuple(panels))
+
+
+def _alike(first: Any, second: Any) -> tuple[Any, Any]:
+    """Both with the same colours, or the same limits."""
+    if isinstance(first, (Cells, Thumbnails)):
+        low, high = min(first.colour.low, second.colour.low), max(first.colour.high, second.colour.high)
+        return tuple(replace(one, colour=replace(one.colour, low=low, high=high)) for one in (first, second))  # type: ignore[return-value]
+    if isinstance(first, Curves):
+        both = np.concatenate([values for one in (first, second) for _, curves in one.panels for _, values in curves])
+    elif isinstance(first, SignedBars):
+        both = np.concatenate([first.values, second.values, [0.0]])
+    else:
+        return first, second
+    common = limits(both)
+    return replace(first, limits=common), replace(second, limits=common)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -153,12 +261,14 @@ def _slice(view: View, dataset: xr.Dataset) -> xr.Dataset:
 
 
 def _title(view: View, dataset: xr.Dataset) -> str:
+    """The view's title; which head it is of; and what was multiplied into the numbers, where the result says so."""
     knobs = _knobs(dataset)
+    title = view.title
     if set(view.at) == {"layer", "head"}:
-        return f"{view.title}: L{knobs['layer']}H{knobs['head']}"
-    if "layer" in knobs and "head" in knobs and not isinstance(view, HeadGrid):
-        return f"{view.title} · L{knobs['layer']}H{knobs['head']}"
-    return view.title
+        title = f"{title}: L{knobs['layer']}H{knobs['head']}"
+    elif "layer" in knobs and "head" in knobs and not isinstance(view, HeadGrid):
+        title = f"{title} · L{knobs['layer']}H{knobs['head']}"
+    return f"{title} · {dataset.attrs['folded']}" if "folded" in dataset.attrs else title
 
 
 def _named(variable: xr.DataArray) -> str:
@@ -172,7 +282,8 @@ def _axis(dataset: xr.Dataset, dim: str) -> Axis:
     if beside in dataset.coords:
         characters = [glyph(character) for character in dataset[beside].values]
         return Axis(dim, title, tuple(characters), tuple(f"{n} {c}" for n, c in zip(values, characters, strict=True)))
-    labels = tuple(glyph(str(value)) for value in values)
+    each = dim == "context"  # a short text, whose blanks matter too
+    labels = tuple("".join(map(glyph, value)) if each else glyph(str(value)) for value in values)
     return Axis(dim, title, labels, labels)
 
 

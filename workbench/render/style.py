@@ -56,6 +56,13 @@ def ink_on(value: float, scale: str, low: float, high: float) -> str:
     return "#111111" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "#ffffff"
 
 
+def limits(values: np.ndarray) -> tuple[float, float]:
+    """Ends of an axis that holds all values with a little room."""
+    low, high = float(values.min()), float(values.max())
+    room = 0.05 * (high - low) or 0.5
+    return low - room, high + room
+
+
 def with_units(name: str, units: str) -> str:
     """An axis or colour bar's title: the long name, and the units unless they are none."""
     said = units in ("1", "character") or units.rstrip("s") in name
