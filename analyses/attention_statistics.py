@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 import xarray as xr
+from einops import rearrange
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -95,15 +96,18 @@ def summed(model: Model, batches: Iterable[Int[Tensor, "batch position"]]) -> di
     }  # fmt: skip
     sums = {name: torch.zeros(size, dtype=torch.float64) for name, size in shape.items()}
     for tokens in batches:
-        pattern = patterns(model, tokens)
-        characters = one_hot(tokens, cfg.d_vocab).to(pattern[0].dtype)  # batch position char
-        seen = torch.einsum("bqa,bqc->ac", characters, characters.cumsum(1))
-        sums["pair_count"] += seen.double().cpu()
+        pattern = torch.stack(patterns(model, tokens), dim=1)  # batch layer head query_position key_position
+        characters = one_hot(tokens, cfg.d_vocab).to(pattern.dtype)  # batch position char
+        sums["pair_count"] += torch.einsum("bqa,bqc->ac", characters, characters.cumsum(1)).double().cpu()
         sums["query_count"] += characters.sum((0, 1)).double().cpu()
         sums["windows"] += len(tokens)
-        for layer, each in enumerate(pattern):
-            to_characters = torch.einsum("bhqk,bkc->bhqc", each, characters)
-            sums["pair"][layer] += torch.einsum("bqa,bhqc->hac", characters, to_characters).double().cpu()
-            whole = each.sum(0)  # head query_position key_position
-            sums["offset"][layer] += torch.stack([whole.diagonal(-o, 1, 2).sum(-1) for o in range(cfg.n_ctx)], -1).double().cpu()
+        looked = pattern.flatten(1, 3) @ characters  # batch (layer head query_position) char
+        by_place = rearrange(looked, "batch (head query) char -> (batch query) head char", query=tokens.shape[1])
+        by_char = by_place.new_zeros(cfg.d_vocab, *by_place.shape[1:]).index_add(0, tokens.flatten(), by_place)
+        sums["pair"] += (
+            rearrange(by_char, "query_char (layer head) char -> layer head query_char char", head=cfg.n_heads).double().cpu()
+        )
+        summed_up = pattern.sum(0)
+        diagonals = [summed_up.diagonal(-offset, -2, -1).sum(-1) for offset in range(tokens.shape[1])]
+        sums["offset"] += torch.stack(diagonals, dim=-1).double().cpu()
     return sums

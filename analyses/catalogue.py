@@ -12,6 +12,7 @@ from analyses.composition import composition
 from analyses.copying import copying
 from analyses.direct_path import direct_path
 from analyses.enumeration import enumeration
+from analyses.head_atlas import head_atlas
 from analyses.head_scores import head_scores
 from analyses.logit_attribution import logit_attribution
 from analyses.logit_lens import logit_lens
@@ -46,6 +47,7 @@ ANALYSES: tuple[Analysis, ...] = (
     logit_attribution,
     source_attribution,
     neuron_attribution,
+    head_atlas,
     attention_patterns,
     attention_statistics,
     head_scores,

@@ -11,7 +11,7 @@ import xarray as xr
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.axes import Variable, labelled
+from analyses.axes import labelled
 from analyses.ngrams import every_context, ngram_codes, ngram_ids, ngram_table
 from analyses.over_corpus import kept
 from analyses.spec import Knob, analysis
@@ -40,7 +40,7 @@ def _is_enumerable(model: Model, _: Mapping[str, Any], length: int) -> None:
     Heatmap(title="The corpus after one character", x="output_char", y="source_char", colour="corpus_share", scale="probability"),
     Table(title="Every context that occurs", rows=("index",),
           columns=("text", "count", "kl", "weight", "top", "corpus_top", "entropy", "corpus_entropy")),
-    Scatter(title="How far the model is from the corpus, by how often the context occurs", x="log_count", y="kl", over="index"),
+    Scatter(title="KL by how often the context occurs", x="log_count", y="kl", over="index"),
     Table(title="Every context, the surest first", rows=("index",), columns=("text", "top", "entropy")),
     group="Inputs",
 )  # fmt: skip
@@ -145,8 +145,8 @@ def _entropy(logprobs: Float[Tensor, "context char"]) -> Float[Tensor, "context"
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
-def _columns(vocabulary: Vocabulary, ids: Int[Tensor, "index order"], found: dict[str, Tensor]) -> dict[str, Variable]:
-    variables: dict[str, Variable] = {
+def _columns(vocabulary: Vocabulary, ids: Int[Tensor, "index order"], found: dict[str, Tensor]) -> dict[str, Any]:
+    variables: dict[str, Any] = {
         "text": (np.array(_texts(ids, vocabulary), dtype=object), "index", "context", "character"),
         "count": (found["count"].long(), "index", "count", "1"),
         "log_count": (found["count"].log10(), "index", "log₁₀ of the count", "1"),
@@ -163,12 +163,12 @@ def _columns(vocabulary: Vocabulary, ids: Int[Tensor, "index order"], found: dic
 
 def _whole(
     table: Float[Tensor, "every char"], rows: Int[Tensor, "context"], following: Int[Tensor, "context char"], length: int
-) -> dict[str, Variable]:
+) -> dict[str, Any]:
     """The whole tables of model and corpus, where they are not too large."""
     if length == 3:
         return {}
     counts = torch.zeros(table.shape, dtype=following.dtype).index_copy(0, rows, following)
-    variables: dict[str, Variable] = {
+    variables: dict[str, Any] = {
         "logprob": (table, "context output_char", "log-probability after the context", "nats"),
         "following": (counts, "context output_char", "count after the context", "1"),
     }
@@ -192,7 +192,7 @@ def _without_corpus(model: Model, vocabulary: Vocabulary, length: int, note: str
         note += f" Listed are the {MOST_ROWS:,} surest of {len(entropy):,} contexts."
     texts = _texts(every_context(length, V), vocabulary)
     top = _texts(table.argmax(-1)[surest][:, None], vocabulary)
-    whole = {"logprob": (table, "context output_char", "log-probability after the context", "nats")}
+    whole: dict[str, Any] = {"logprob": (table, "context output_char", "log-probability after the context", "nats")}
     if length == 1:
         whole["probability"] = (table.exp(), "source_char output_char", "probability after the character", "probability")
     return labelled(

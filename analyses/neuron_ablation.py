@@ -26,7 +26,7 @@ LISTED = 30
 
 @analysis(
     Bars(title="Loss without each neuron: the strongest effects", x="strongest_increase", y="index"),
-    Scatter(title="By the direct effect alone, and with everything after it", x="direct_increase", y="loss_increase",
+    Scatter(title="Every neuron: its direct effect, and all of it", x="direct_increase", y="loss_increase",
             over="neuron"),
     group="Neurons",
 )  # fmt: skip

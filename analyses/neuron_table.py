@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Int
 from torch import Tensor
 
-from analyses.axes import Variable, labelled
+from analyses.axes import labelled
 from analyses.neuron_statistics import NeuronStatistics, direct_effects, neuron_statistics
 from analyses.ngrams import ngram_text
 from analyses.spec import Knob, Layer, analysis
@@ -27,7 +27,7 @@ Sort = Literal["explained by two", "explained by one", "maximum", "fraction acti
     Table(title="All neurons of the layer", rows=("neuron",),
           columns=("best_one", "best_two", "explained_by_one", "explained_by_two", "fraction_active", "mean", "maximum",
                    "promoted", "suppressed")),
-    Scatter(title="How often a neuron is active, and how much of it two characters explain",
+    Scatter(title="Active, and explained by two characters",
             x="fraction_active", y="explained_by_two", over="neuron"),
     group="Neurons",
 )  # fmt: skip
@@ -88,13 +88,13 @@ def _numbers(found: NeuronStatistics, layer: int) -> dict[str, Tensor]:
         "explained by one": found.explained(layer, 1),
         "explained by two": found.explained(layer, 2),
         "maximum": found.top_activation[layer, :, 0],
-        "fraction active": found.active[layer] / found.positions,
+        "fraction active": found.active[layer].double() / found.positions,
     }
 
 
 def _characters(
     model: Model, found: NeuronStatistics, vocabulary: Vocabulary, layer: int, kept: Int[Tensor, "neuron"]
-) -> dict[str, Variable]:
+) -> dict[str, Any]:
     columns = {}
     for order, name in ((1, "one"), (2, "two")):
         rows = found.often(order)

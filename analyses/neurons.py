@@ -11,7 +11,7 @@ import xarray as xr
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.axes import Variable, labelled
+from analyses.axes import labelled
 from analyses.neuron_statistics import BELOW, TOP, NeuronStatistics, direct_effects, neuron_statistics
 from analyses.ngrams import ngram_text
 from analyses.spec import Allowed, Knob, Layer, Neuron, analysis
@@ -88,7 +88,7 @@ def neurons(
         **histogram,
         effect=(effect, "char", "logit added per unit of activation", "logits"),
         strongest_effect=(effect[strongest], "output_char", "logit added per unit of activation", "logits"),
-        fraction_active=(found.active[layer, neuron] / found.positions, "", "share of places where it is above 0", "1"),
+        fraction_active=(found.active[layer, neuron].double() / found.positions, "", "share of places where it is above 0", "1"),
         mean=(found.mean(layer)[neuron], "", "mean activation", "1"),
     )
 
@@ -102,7 +102,7 @@ def _activations(model: Model, corpus: Corpus, site: str, neuron: int, place: In
     return cache[site][torch.arange(len(place)), place % T, neuron].cpu()
 
 
-def _places(corpus: Corpus, n_ctx: int, activation: Float[Tensor, "index"], place: Int[Tensor, "index"]) -> dict[str, Variable]:
+def _places(corpus: Corpus, n_ctx: int, activation: Float[Tensor, "index"], place: Int[Tensor, "index"]) -> dict[str, Any]:
     texts, following = [], []
     for number in place.tolist():
         start = max(number // n_ctx * n_ctx, number - BEFORE + 1)
@@ -116,7 +116,7 @@ def _places(corpus: Corpus, n_ctx: int, activation: Float[Tensor, "index"], plac
     }
 
 
-def _ngrams(found: NeuronStatistics, vocabulary: Vocabulary, layer: int, neuron: int) -> tuple[dict[str, Variable], list[str]]:
+def _ngrams(found: NeuronStatistics, vocabulary: Vocabulary, layer: int, neuron: int) -> tuple[dict[str, Any], list[str]]:
     """The n-grams of each length with the highest mean activation."""
     listed = []
     for order in found.order.unique().tolist():
@@ -124,7 +124,7 @@ def _ngrams(found: NeuronStatistics, vocabulary: Vocabulary, layer: int, neuron:
         means = found.ngram_means(layer, rows)[:, neuron]
         listed.append(rows[means.topk(min(LISTED, len(rows))).indices])
     rows = torch.cat(listed)
-    variables: dict[str, Variable] = {
+    variables: dict[str, Any] = {
         "length": (found.order[rows], "context", "characters", "1"),
         "mean_activation": (found.ngram_means(layer, rows)[:, neuron], "context", "mean activation", "1"),
         "occurrences": (found.count[rows], "context", "occurrences", "1"),
@@ -132,13 +132,13 @@ def _ngrams(found: NeuronStatistics, vocabulary: Vocabulary, layer: int, neuron:
     return variables, [ngram_text(code, vocabulary) for code in found.ngram[rows].tolist()]
 
 
-def _histogram(found: NeuronStatistics, layer: int, neuron: int) -> tuple[dict[str, Variable], list[float]]:
+def _histogram(found: NeuronStatistics, layer: int, neuron: int) -> tuple[dict[str, Any], list[float]]:
     """Counts between the lowest and the highest bin that hold something, and the bins' middles."""
     count, width = found.histogram[layer, neuron], found.width[layer, neuron].item()
     held = count.nonzero()[:, 0]
     bins = range(int(held[0]), int(held[-1]) + 1)
     count = count[bins.start : bins.stop]
-    variables: dict[str, Variable] = {
+    variables: dict[str, Any] = {
         "count": (count, "bin", "places in this bin", "1"),
         "log_count": ((1 + count).log10(), "bin", "log₁₀(1 + places in this bin)", "1"),
     }

@@ -32,7 +32,7 @@ Texts = Literal["passage", "validation split"]
 
 @analysis(
     Heatmap(title="Share of a component's direct effect that the last characters explain", x="component", y="order",
-            colour="explained", text="explained", scale="probability"),
+            colour="explained", text="rounded", scale="probability"),
     group="Inputs",
 )  # fmt: skip
 def ngram_explained(
@@ -50,12 +50,14 @@ def ngram_explained(
     where s_g² is the variance of y over the N_g places g where the same n characters end, and s² that over all N places,
     both with one degree of freedom taken off (and summed over the logits), so that neither is biased by a small N_g. All
     n are compared over the same places: those whose last three characters, inside their window, occur at least twice.
-    What is left is what a component takes from further back, or from its position.
+    What is left is what a component takes from further back, or from its position. On a text as short as the passage, where
+    what repeats also repeats in the same surroundings, the shares come out too high: the validation split is for figures.
 
     Returns:
-        `explained` (order, component), at most 1, and a little below 0 by chance where nothing is explained;
-        `variance` (component), s², logits squared; `coverage`, the share of places that are used. Components that do
-        not vary are left out and named in a note. `identity_error`: all components and biases add up to the logits.
+        `explained` (order, component) of embeddings, heads and MLPs: at most 1, and a little below 0 by chance where
+        nothing is explained; `rounded`, the same to two decimals; `variance` (component), s², logits squared; `coverage`,
+        the share of places that are used. b_O, which only the scale varies, is left out, and so are components that do
+        not vary, which a note names. `identity_error`: all components and biases add up to the logits.
 
     Raises:
         UnsupportedModel: the model's stream is not a sum of such components, or nothing repeats in what is read.
@@ -72,18 +74,24 @@ def ngram_explained(
         read = torch.from_numpy(ids).to(model.cfg.device)
         found = kept(model, corpus, "ngram-explained-1", lambda: _explained(model, read))
     names = decomposition(model, run(model, read[0])[1]).names
-    varies = (found["variance"] > 1e-12 * found["size"]).nonzero()[:, 0].tolist()
-    constant = [name for number, name in enumerate(names) if number not in varies]
+    varies = found["variance"] > 1e-12 * found["size"]
+    shown = [number for number, name in enumerate(names) if varies[number] and not name.endswith("attn_bias")]
+    constant = [name for name, one in zip(names, varies.tolist(), strict=True) if not one and not name.endswith("attn_bias")]
+    explained = found["explained"][:, shown]
     N, used = int(found["places"]), int(found["used"])
-    note = f"{used:,} of {N:,} places are used. " + ("On so short a text 2 and 3 are rough. " if texts == "passage" else "")
-    note += f"Left out, since they do not vary: {', '.join(constant)}." if constant else ""
+    notes = [f"{used:,} of {N:,} places are used."]
+    if texts == "passage":
+        notes.append("So short a text repeats itself with its surroundings, so the shares are rather too high.")
+    if constant:
+        notes.append(f"Left out, since they do not vary: {', '.join(constant)}.")
     return labelled(
         model,
-        names={"component": [names[number] for number in varies], "order": list(range(1, len(found["explained"]) + 1))},
+        names={"component": [names[number] for number in shown], "order": list(range(1, len(explained) + 1))},
         identity=("components and biases add up to the logits", found["error"].item()),
-        note=note.strip(),
-        explained=(found["explained"][:, varies], "order component", "share explained", "1"),
-        variance=(found["variance"][varies], "component", "variance over places, summed over logits", "1"),
+        note=" ".join(notes),
+        explained=(explained, "order component", "share explained", "1"),
+        rounded=(explained.round(decimals=2) + 0.0, "order component", "share explained, two decimals", "1"),
+        variance=(found["variance"][shown], "component", "variance over places, summed over logits", "1"),
         coverage=(used / N, "", "share of places that are used", "1"),
     )
 

@@ -15,7 +15,7 @@ from analyses.axes import labelled
 from analyses.circuits import EmbeddingKnob, FoldKnob, Reading, ScaleKnob, ScaleText, reading
 from analyses.over_corpus import corpus_ids, kept
 from analyses.progress import track
-from analyses.spec import Allowed, Head, Knob, Layer, analysis
+from analyses.spec import Allowed, Head, Knob, KnobError, Layer, analysis
 from analyses.stream import UnsupportedModel, require_blocks
 from analyses.views import Table
 from models import corpus
@@ -25,6 +25,11 @@ from models.protocol import Model
 from models.vocabulary import VocabularyError
 
 MOST_CHARACTERS = 256  # whose cube is still held in memory several times over
+
+
+def _from_zero(model: Model, _: Mapping[str, Any], value: int) -> None:
+    if value < 0:
+        raise ValueError(f"got {value}; give 0 for all triples, or a number of occurrences")
 
 
 def _ranks(model: Model, _: Mapping[str, Any]) -> Allowed:
@@ -49,6 +54,7 @@ def skip_trigrams(
     head: Head = 0,
     order: Annotated[Literal["promoted", "suppressed"], Knob("Outputs that become likelier, or less likely")] = "promoted",
     top: Annotated[int, Knob("How many to list", allowed=_ranks)] = 40,
+    least: Annotated[int, Knob("List only those that the corpus has at least so often", check=_from_zero)] = 0,
     fold: FoldKnob = "norm weights and biases",
     embedding: EmbeddingKnob = "W_E",
     scale: ScaleKnob = "frozen on a text",
@@ -70,6 +76,7 @@ def skip_trigrams(
         expected = count(source … destination) · count(destination, output)/count(destination),
 
     and the lift, (count + 1)/(expected + 1), would be one: with one added to both, rare triples stay near one.
+    The strongest of all are often of characters that never meet; `least` leaves them out.
 
     Returns:
         Over `index`, from the strongest: `source`, `destination`, `output`, characters; `strength` and `logit`, the second
@@ -78,7 +85,9 @@ def skip_trigrams(
         is the largest difference of the two.
 
     Raises:
-        KnobError: there is no such head, the text cannot be read, or more are asked for than there are.
+        KnobError: there is no such head, the text cannot be read, more are asked for than there are, or none of the triples
+            stands in the corpus so often.
+        CorpusError: only triples of the corpus are asked for, and there is none at hand.
         UnsupportedModel: positions or norms of another kind; no MLP where one is asked for; more than 256 characters.
         VocabularyError: tokens that are not characters.
     """
@@ -94,22 +103,31 @@ def skip_trigrams(
     mixed = attention @ read.values(layer)[head] @ model.blocks[layer].attn.W_O[head]
     whole = read.head_logits(mixed)
     error = (strength.sum(0) - (whole - whole.mean(-1, keepdim=True))).abs().max().item()
-    ranked = strength.flatten().sort(descending=order == "promoted", stable=True)  # equal ones in the order of the characters
-    places = np.unravel_index(ranked.indices[:top].cpu().numpy(), tuple(strength.shape))
+    # Equal ones are in the order of the characters.
+    ranked = strength.flatten().sort(descending=order == "promoted", stable=True).indices.cpu().numpy()
+    found, note = None, None
+    try:
+        found = _counts(model)
+    except (CorpusError, VocabularyError) as error_of_text:
+        if least:
+            raise
+        note = f"The triples are not counted in a corpus: {error_of_text}."
+    if found is not None and least:
+        ranked = ranked[found["triples"].ravel()[ranked] >= least]
+        if not len(ranked):
+            raise KnobError(f"least {least}: no triple is so frequent; give at most {found['triples'].max():,}")
+    places = np.unravel_index(ranked[:top], tuple(strength.shape))
     s, d, o = places
     variables: dict[str, Any] = {
         "source": (characters[s], "index", "source", "character"),
         "destination": (characters[d], "index", "destination", "character"),
         "output": (characters[o], "index", "output", "character"),
-        "strength": (ranked.values[:top], "index", "strength", "logits"),
+        "strength": (strength[s, d, o], "index", "strength", "logits"),
         "attention": (attention[d, s], "index", "attention to the source", "probability"),
         "logit": (logits[s, o], "index", "logit by full attention", "logits"),
     }
-    note = None
-    try:
-        variables |= _in_corpus(model, places)
-    except (CorpusError, VocabularyError) as error_of_text:
-        note = f"The triples are not counted in a corpus: {error_of_text}."
+    if found is not None:
+        variables |= _in_corpus(found, places)
     identity = ("Σ over sources = what the head adds when it mixes values by A", error)
     dataset = labelled(model, identity=identity, note=note, **variables)
     dataset.attrs["folded"] = read.folded
@@ -125,8 +143,8 @@ def factors(read: Reading, layer: int, head: int) -> tuple[Float[Tensor, "destin
 # --- counts ----------------------------------------------------------------------------------------------------------
 
 
-def _in_corpus(model: Model, places: tuple[np.ndarray, ...]) -> dict[str, Any]:
-    """Counts of triples in the text at hand, kept on disk once made."""
+def _counts(model: Model) -> dict[str, np.ndarray]:
+    """All triples and pairs of the text at hand, kept on disk once counted: `triples` and `bigram`."""
     text, T, V = corpus.at_hand(), model.cfg.n_ctx, model.cfg.d_vocab
 
     def compute() -> dict[str, Tensor]:
@@ -134,7 +152,11 @@ def _in_corpus(model: Model, places: tuple[np.ndarray, ...]) -> dict[str, Any]:
         bigram = np.bincount(ids[:-1] * V + ids[1:], minlength=V * V).reshape(V, V)
         return {"triples": torch.from_numpy(triple_counts(ids, V, T)), "bigram": torch.from_numpy(bigram)}
 
-    found = {name: tensor.numpy() for name, tensor in kept(model, text, f"skip-trigrams-{T}-1", compute).items()}
+    return {name: tensor.numpy() for name, tensor in kept(model, text, f"skip-trigrams-{T}-1", compute).items()}
+
+
+def _in_corpus(found: dict[str, np.ndarray], places: tuple[np.ndarray, ...]) -> dict[str, Any]:
+    """Counts of the listed triples, and what chance would give."""
     s, d, o = places
     count, bigram = found["triples"][s, d, o], found["bigram"]
     share = bigram[d, o] / np.maximum(bigram[d].sum(-1), 1)  # 0 where the destination never stands before anything

@@ -40,11 +40,11 @@ def letters_at_hand(monkeypatch: pytest.MonkeyPatch, passage_at_hand: Path) -> N
 
 @pytest.fixture
 def words_at_hand(monkeypatch: pytest.MonkeyPatch, passage_at_hand: Path, small_corpus: Corpus) -> str:
-    """Made-up words in lines as that text: 400 characters, of which the last 40 validate."""
+    """Made-up words in lines as that text: 500 characters, of which the last 50 validate."""
     text = passage_at_hand.parent / "words.txt"
-    text.write_text(small_corpus.text[:400], encoding="utf-8")
+    text.write_text(small_corpus.text[:500], encoding="utf-8")
     monkeypatch.setenv(corpus.VARIABLE, str(text))
-    return small_corpus.text[:400]
+    return small_corpus.text[:500]
 
 
 def windows_of(model: Any, text: str) -> list[tuple[str, np.ndarray]]:
@@ -193,10 +193,10 @@ def test_keys_of_a_kind_by_their_definition(reader: Any, row: int) -> None:
 
 
 def test_scores_and_baselines_by_a_loop(random_model: Any, words_at_hand: str) -> None:
-    """One validation split of three windows: means over queries, errors over windows, baselines from the other two."""
+    """A validation split of four windows: means over queries, errors over windows, baselines from the other three."""
     dataset = head_scores(random_model, "corpus")
-    windows = windows_of(random_model, words_at_hand[360:])
-    assert len(windows) == 3
+    windows = windows_of(random_model, words_at_hand[450:])
+    assert len(windows) == 4
     ids = {character: number for number, character in enumerate(vocabulary_of(random_model).characters)}
 
     def attention(name: str, pattern: np.ndarray, keys_of: str, queries_of: str) -> list[float]:
@@ -214,9 +214,11 @@ def test_scores_and_baselines_by_a_loop(random_model: Any, words_at_hand: str) -
         assert cell.value.item() == pytest.approx(pooled.mean(), abs=1e-12)
         assert cell.queries == len(pooled)
         residual = [sum(each) - pooled.mean() * len(each) for each in own]
-        error = np.sqrt(np.sum(np.square(residual)) * 3 / 2) / len(pooled)
+        error = np.sqrt(np.sum(np.square(residual)) * 4 / 3) / len(pooled)
         assert cell.standard_error.item() == pytest.approx(error, abs=1e-12)
-        others = [(pattern, text, windows[(n + shift) % 3][0]) for shift in (1, 2) for n, (text, pattern) in enumerate(windows)]
+        others = [
+            (pattern, text, windows[(n + shift) % 4][0]) for shift in (1, 2, 3) for n, (text, pattern) in enumerate(windows)
+        ]
         text_null = np.concatenate([attention(name, pattern, other, other) for pattern, _, other in others])
         if name == "previous character":
             baseline = np.mean([1 / (q + 1) for q in range(1, 10)])
@@ -242,6 +244,31 @@ def test_the_planted_heads_and_no_others_are_named(
     assert dataset.excess.sel(component="L1H0", score="induction") == cell.value - cell.baseline
     assert "reads 10 characters; repeated strings need 20" in dataset.note
     assert "Found in fewer than two windows of this text and left out: start of word, start of line, capital" in dataset.note
+
+
+def test_a_head_that_looks_one_back_does_not_look_for_vowels(
+    previous_character_model: Any, monkeypatch: pytest.MonkeyPatch, passage_at_hand: Path
+) -> None:
+    """Where vowels come in runs, what is one back from a vowel is one; the same attention finds that in other windows too."""
+    draw = random.Random(0)
+    runs = ("".join(draw.choices(kind, k=draw.randint(3, 9))) for _ in range(500) for kind in ("ae", "bcd"))
+    text = passage_at_hand.parent / "runs.txt"
+    text.write_text("".join(runs), encoding="utf-8")
+    monkeypatch.setenv(corpus.VARIABLE, str(text))
+    dataset = head_scores(previous_character_model, "corpus")
+    vowels = dataset.sel(score="vowel to vowel", layer=0, head=0)
+    assert vowels.value > 0.8
+    assert abs(vowels.value - vowels.baseline) < 0.1
+    assert dataset.verdict.values.tolist() == [["previous character", "–"]]
+
+
+def test_a_verdict_clears_all_three_hurdles() -> None:
+    """In turn: it does; too few errors above; too little above; too little in all; and two at once, the clearer first."""
+    value = torch.tensor([[0.5, 0.5, 0.95, 0.29, 0.6], [0.0, 0.0, 0.0, 0.0, 0.9]])[:, None]
+    baseline = torch.tensor([[0.2, 0.2, 0.8, 0.01, 0.1], [0.0, 0.0, 0.0, 0.0, 0.1]])[:, None]
+    error = torch.tensor([[0.05, 0.07, 0.01, 0.01, 0.01], [0.0, 0.0, 0.0, 0.0, 0.01]])[:, None]
+    found = scores.HeadScores(("one", "two"), (), value, baseline, error, torch.tensor([9, 9])).verdicts()
+    assert found.tolist() == [["one", "–", "–", "–", "two, one"]]
 
 
 def test_a_model_of_zeros_is_nothing(small_model: Any, letters_at_hand: None) -> None:

@@ -79,6 +79,15 @@ def test_components_that_write_in_blocks_of_their_own_are_at_right_angles(previo
     assert dataset.identity_error <= 1e-12
 
 
+def test_a_component_that_is_zero_at_one_place_has_no_direction_there(random_model: Any) -> None:
+    with torch.no_grad():
+        random_model.embed.W_E[2] = 0  # 'a'
+    dataset = component_cosines(random_model, TEXT)
+    assert dataset.note == "Zero somewhere in this text, so without a direction and left out: embed."
+    assert dataset.identity_error <= 1e-12  # which counts it where it writes
+    assert "note" not in component_cosines(random_model, TEXT[1:]).attrs
+
+
 def test_a_model_that_writes_nothing_has_no_cosines(previous_character_model: Any) -> None:
     with torch.no_grad():
         for parameter in previous_character_model.parameters():
@@ -154,6 +163,12 @@ def test_every_neuron_by_a_loop(random_model: Any, versus: str | None) -> None:
     assert dataset.mlp_contribution.item() == pytest.approx(whole, abs=1e-12)
     assert (dataset.contribution.sum() + dataset.bias_contribution).item() == pytest.approx(whole, abs=1e-12)
     assert abs(dataset.bias_contribution.item()) > 1e-3
+
+
+def test_neurons_must_add_up_to_the_output_not_to_the_logit_alone(random_model: Any) -> None:
+    """What is added to all coordinates alike no LayerNorm lets through, so no logit shows it."""
+    with random_model.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", lambda activation, hook: activation + 1)]):
+        assert neuron_attribution(random_model, TEXT, 1, "d").identity_error == pytest.approx(1, abs=1e-9)
 
 
 def test_the_largest_neurons_come_first_and_are_named(random_model: Any) -> None:

@@ -43,8 +43,11 @@ def test_it_is_the_whole_model_where_there_is_nothing_else(with_counts: Any) -> 
 
 
 def test_positions_are_one_more_bias(with_counts: Any) -> None:
-    """All places alike: with their mean it is the model as it stands."""
+    """It is as if their mean were in every row of W_E; and with all places alike it is the model as it stands."""
+    before = direct_path(with_counts)
     with torch.no_grad():
+        with_counts.embed.W_E += with_counts.pos_embed.W_pos.mean(0)
+        np.testing.assert_allclose(direct_path(with_counts, place="none").logit, before.logit, rtol=0, atol=1e-12)
         with_counts.pos_embed.W_pos[:] = with_counts.pos_embed.W_pos[3].clone()
         own = with_counts(encode(with_counts, "abcdef")[None])[0]
     dataset = direct_path(with_counts)

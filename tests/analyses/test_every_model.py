@@ -20,9 +20,18 @@ CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz
 TALL = {"nanogpt", "nanogpt-biased", "walkthrough-final"}  # the same architecture in fewer, narrower blocks, for speed
 
 # what there is to see in a model that has none
-WITHOUT_BLOCKS = {"residual-stream", "component-cosines", "norm-geometry", "logit-attribution", "direct-path", "path-expansion"}
+WITHOUT_BLOCKS = {
+    "residual-stream",
+    "component-cosines",
+    "norm-geometry",
+    "logit-attribution",
+    "direct-path",
+    "path-expansion",
+    "enumeration",
+    "ngram-explained",
+}
 OF_PAIRS = {"composition", "virtual-head"}  # what needs a block after another
-OF_MLPS = {"neuron-attribution", "neurons"}  # what needs an MLP
+OF_MLPS = {"neuron-attribution", "neurons", "neuron-table", "neuron-ablation"}  # what needs an MLP
 NEEDS_NORM = {"norm-geometry"}  # what needs a LayerNorm somewhere
 
 

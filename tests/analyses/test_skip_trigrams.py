@@ -16,6 +16,7 @@ from analyses.skip_trigrams import skip_trigrams, triple_counts
 from analyses.spec import KnobError
 from analyses.stream import UnsupportedModel
 from models import corpus
+from models.vocabulary import VocabularyError
 
 GIVEN = dict(fold="norm weights and biases", scale="of each embedding")
 
@@ -94,6 +95,20 @@ def test_counts_of_the_text_at_hand_and_what_chance_would_give(small_model: Any,
     assert found.expected.values.tolist() == [0.5, 0.5, 1, 0]
     assert found.lift.values == pytest.approx([2 / 1.5, 1 / 1.5, 1, 1])
     assert dataset["count"].sum() == triple_counts(over_corpus.corpus_ids(small_model, corpus.at_hand()), 65, 64).sum()
+
+
+def test_only_those_of_the_corpus_if_asked(small_model: Any, random_model: Any) -> None:
+    every, often = skip_trigrams(small_model, top=65**3), skip_trigrams(small_model, top=65**3, least=5)
+    expected = every.isel(index=every["count"].values >= 5)
+    assert 0 < often.sizes["index"] == expected.sizes["index"] < 65**3
+    for name in often.data_vars:
+        np.testing.assert_array_equal(often[name], expected[name])
+    with pytest.raises(KnobError, match="least 99999: no triple is so frequent; give at most"):
+        skip_trigrams(small_model, least=99999)
+    with pytest.raises(KnobError, match="least: got -1; give 0 for all triples"):
+        skip_trigrams(small_model, least=-1)
+    with pytest.raises(VocabularyError, match="is not among the model's 12 characters"):
+        skip_trigrams(random_model, least=1, **GIVEN)
 
 
 def test_counts_are_kept(small_model: Any, monkeypatch: Any) -> None:
