@@ -81,7 +81,8 @@ def test_two_texts_of_equal_length_are_compared_place_by_place(film):
 def test_the_chosen_head_of_each_is_compared(film):
     model = models_of(film)[2]
     first, second = (attention_patterns(model, TEXT, layer=1, head=head) for head in (0, 1))
-    (one_head,) = [view for view in attention_patterns.fitting_views(first) if isinstance(view, Heatmap) and set(view.at) == {"layer", "head"} and view.colour == "pattern"]  # fmt: skip
+    fitting = attention_patterns.fitting_views(first)
+    (one_head,) = [view for view in fitting if isinstance(view, Heatmap) and set(view.at) == {"layer", "head"}]
     both = compare(first, second, one_head)
     np.testing.assert_array_equal(both.pattern.sel(side="first"), first.pattern.sel(layer=1, head=0))
     np.testing.assert_array_equal(both.pattern.sel(side="second"), first.pattern.sel(layer=1, head=1))
@@ -110,8 +111,8 @@ def test_what_cannot_be_compared_is_one_sentence(film, small_model):
         compare(logit_lens(model, TEXT), logit_lens(model, "KING"), lens)
     with pytest.raises(CompareError, match="give two of one analysis"):
         compare(logit_lens(model, TEXT), residual_stream(model, TEXT), lens)
+    view = residual_stream.views[0]
     with pytest.raises(CompareError, match="the axis 'component' has"):
-        view = residual_stream.views[0]
         compare(residual_stream(model, TEXT), residual_stream(model, TEXT, decompose="sublayer"), view)
     with pytest.raises(CompareError, match="not among the pictures of both"):
         compare(ablation(model, TEXT), ablation(model, TEXT, unit="block"), ablation.views[0])

@@ -50,7 +50,7 @@ def test_a_planted_head_stands_out_and_a_model_without_the_passage_s_characters_
     found = head_atlas(previous_character_model, "abcade")
     torch.testing.assert_close(torch.as_tensor(found.to_previous.values[0, 0]), torch.tensor(1.0, dtype=torch.float64))
     assert found.entropy.values[0, 0] == pytest.approx(0, abs=1e-12)
-    assert found.copying_score.values[0].tolist() == [0.0, 0.0]  # it copies by way of the stream's last block, not W_E
+    assert found.copying_score.values[0].tolist() == [1.0, 0.0]  # the other head is empty
     assert found.loss_increase.values[0, 1] == 0
     assert abs(found.loss_increase.values[0, 0]) > 0.1
     assert (found.verdict == "not measured").all()

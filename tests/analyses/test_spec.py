@@ -29,7 +29,7 @@ def test_parameters_come_from_the_signature() -> None:
 def test_title_summary_and_explanation_come_from_the_docstring() -> None:
     assert logit_lens.title == "Logit lens"
     assert logit_lens.summary == "the next character that each layer's residual stream already implies."
-    assert "softmax(LN_f(x) W_U + b_U)" in logit_lens.explanation
+    assert "softmax(((x − mean x)/s · w + b) W_U + b_U)" in logit_lens.explanation
     assert "Returns" not in logit_lens.explanation
 
 

@@ -134,7 +134,7 @@ def test_a_panel_can_be_chosen(stored: Path, tmp_path: Path, capsys: Any, monkey
         (("run", "qk-circuit", "--layer", "9", "--out", "x.svg"), "layer 9 is outside the model's 2 blocks; give 0–1"),
         (("run", "logit-lens", "--text", "é", "--out", "x.svg"), "character 'é' at place 0"),
         (("run", "logit-lens", "--out", "x.jpg"), "cannot write 'x.jpg'; give a name that ends in one of .svg"),
-        (("run", "circuit-rank", "--panel", "5", "--out", "x.svg"), "give one of: 1 Singular values of QK; 2 Singular values"),
+        (("run", "circuit-rank", "--panel", "99", "--out", "x.svg"), "give one of: 1 Singular values of QK; 2 Singular values"),
         (("generate", "--temperature", "-1"), "temperature: got -1.0; expected a number of at least 0"),
     ],
 )

@@ -42,7 +42,7 @@ def figure(marks: Marks, caption: str = "") -> Figure:
         drawn = Figure(figsize=size(marks), layout="constrained")
         paint(marks, drawn)
         if caption:
-            drawn.supxlabel(caption, fontsize=7, color="#555555", x=0.01, ha="left")
+            drawn.supxlabel(_wrapped(caption, drawn, 7), fontsize=7, color="#555555", x=0.01, ha="left")
         return drawn
 
 
@@ -75,7 +75,7 @@ def _(marks: Beside, drawn: Part) -> None:
         parts = drawn.subfigures(1, len(sizes), width_ratios=[width for width, _ in sizes])
     for panel, part in zip(marks.panels, parts, strict=True):
         paint(panel, part)
-    drawn.suptitle(_escaped(marks.title), x=0.01, ha="left", fontsize=12)
+    drawn.suptitle(_wrapped(marks.title, drawn, 12), x=0.01, ha="left", fontsize=12)
 
 
 def _is_wide(marks: Beside) -> bool:
@@ -108,7 +108,7 @@ def _(marks: Cells, drawn: Part) -> None:
             for column, text in enumerate(line):
                 ink = style.ink_on(marks.values[row, column], marks.colour.kind, marks.colour.low, marks.colour.high)
                 axes.text(column, row, _escaped(text), ha="center", va="center", color=ink, fontsize=7.5)
-    axes.set_title(marks.title)
+    axes.set_title(_wrapped(marks.title, drawn, 11, less=0.9))
     axes.set_aspect("equal")
     _colour_bar(drawn, axes, marks.colour)
 
@@ -132,7 +132,7 @@ def _(marks: Thumbnails, drawn: Part) -> None:
             axes.set_yticks([])
     grid[-1][0].set_xlabel(marks.x.title)
     grid[-1][0].set_ylabel(marks.y.title)
-    drawn.suptitle(marks.title, x=0.01, ha="left", fontsize=11)
+    drawn.suptitle(_wrapped(marks.title, drawn, 11), x=0.01, ha="left", fontsize=11)
     _colour_bar(drawn, list(grid.flat), marks.colour)
 
 
@@ -149,7 +149,7 @@ def _(marks: Curves, drawn: Part) -> None:
     for axes, (facet, curves) in zip(grid, marks.panels, strict=True):
         for label, values in curves:
             axes.plot(marks.x_values, values, label=_escaped(f"{marks.hue_title} {label}".strip()), linewidth=1.6)
-        axes.set_title(facet or marks.title)
+        axes.set_title(facet or _wrapped(marks.title, drawn, 11, less=0.7))
         axes.set_xlabel(marks.x.title)
         if marks.x_scale == "symlog":
             axes.set_xscale("symlog")
@@ -161,7 +161,7 @@ def _(marks: Curves, drawn: Part) -> None:
     if marks.hue_title:
         grid[-1].legend(frameon=False, fontsize=8)
     if panels > 1:
-        drawn.suptitle(marks.title, x=0.01, ha="left", fontsize=11)
+        drawn.suptitle(_wrapped(marks.title, drawn, 11), x=0.01, ha="left", fontsize=11)
 
 
 @size.register
@@ -180,7 +180,7 @@ def _(marks: SignedBars, drawn: Part) -> None:
     axes.set_ylim(len(places) - 0.4, -0.6)
     axes.set_xlabel(_escaped(marks.value_title))
     axes.set_ylabel(marks.categories.title)
-    axes.set_title(_escaped(marks.title))
+    axes.set_title(_wrapped(marks.title, drawn, 11, less=0.9))
     if marks.limits is not None:
         axes.set_xlim(*marks.limits)
 
@@ -208,11 +208,13 @@ def _(marks: Points, drawn: Part) -> None:
         for label, x, y in curves:
             axes.scatter(x, y, s=12, alpha=0.8, label=_escaped(f"{marks.hue_title} {label}".strip()))
         axes.set_title(facet)
-    drawn.supxlabel(_escaped(marks.x_title), fontsize=9)
-    drawn.supylabel(_escaped(marks.y_title), fontsize=9)
+    for axes in grid[-1]:
+        axes.set_xlabel(_escaped("\n".join(textwrap.wrap(marks.x_title, 34))))
+    for axes in grid[:, 0]:
+        axes.set_ylabel(_escaped("\n".join(textwrap.wrap(marks.y_title, 34))))
     if marks.hue_title:
         grid[0][-1].legend(frameon=False, fontsize=8)
-    drawn.suptitle(_escaped(marks.title), x=0.01, ha="left", fontsize=11)
+    drawn.suptitle(_wrapped(marks.title, drawn, 11), x=0.01, ha="left", fontsize=11)
 
 
 def _texts(marks: Rows) -> tuple[list[str], list[list[str]], list[int]]:
@@ -240,7 +242,8 @@ def _(marks: Rows, drawn: Part) -> None:
     lines, count = max(heading.count("\n") for heading in headings) + 1, len(marks.columns[0][1])
     axes = drawn.add_subplot()
     axes.axis("off")
-    axes.set_title(_escaped(marks.title) + (f" (the first {len(cells)} of {count:,} rows)" if len(cells) < count else ""))
+    shown = f" (the first {len(cells)} of {count:,} rows)" if len(cells) < count else ""
+    axes.set_title(_wrapped(marks.title + shown, drawn, 11, less=0.2))
     table = axes.table(
         cells, colLabels=headings, colWidths=[width / sum(widths) for width in widths], cellLoc="left", edges="horizontal",
         bbox=Bbox.unit(),
@@ -291,6 +294,12 @@ def _colour_bar(drawn: Part, axes: Axes | list[Axes], colour: ColourScale) -> No
     height = drawn.bbox.height / drawn.dpi
     label = "\n".join(textwrap.wrap(_escaped(colour.title), max(14, int(9 * height))))
     drawn.colorbar(mappable, ax=axes, label=label, shrink=0.9 if height < 4 else 0.7, aspect=6 * height)
+
+
+def _wrapped(text: str, drawn: Part, points: float, less: float = 0.0) -> str:
+    """A text in lines that fit into a figure's width, less so many inches on its left."""
+    width = drawn.bbox.width / drawn.dpi - less
+    return _escaped("\n".join(textwrap.wrap(text, max(20, int(width * 118 / points)))))
 
 
 def _escaped(text: str) -> str:

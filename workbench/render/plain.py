@@ -266,7 +266,7 @@ def _title(view: View, dataset: xr.Dataset) -> str:
     title = view.title
     if set(view.at) == {"layer", "head"}:
         title = f"{title}: L{knobs['layer']}H{knobs['head']}"
-    elif "layer" in knobs and "head" in knobs and not isinstance(view, HeadGrid):
+    elif {"layer", "head"} <= knobs.keys() and not {"layer", "head", "component"} & view.names():
         title = f"{title} · L{knobs['layer']}H{knobs['head']}"
     return f"{title} · {dataset.attrs['folded']}" if "folded" in dataset.attrs else title
 
