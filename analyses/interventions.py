@@ -20,6 +20,7 @@ from models.errors import WorkbenchError
 from models.protocol import Model
 
 CELL_BUDGET = 512 * 2**20  # bytes of activations held at once
+ROUNDING = 64  # times the dtype's epsilon and the largest value of the activation: what two orders of summation may differ by
 
 
 class InterventionError(WorkbenchError):
@@ -40,7 +41,11 @@ class Edit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Logits of every cell, and how many activation values its edits really changed (equal values change none)."""
+    """Logits of every cell, and how many activation values its edits really changed.
+
+    Equal values change none, and neither do those that differ by less than `ROUNDING`: the same activation computed in
+    batches of different sizes is not the same to the last bit on every machine.
+    """
 
     logits: Float[Tensor, "cell position char"]
     changed: Int[Tensor, "cell"]
@@ -107,7 +112,9 @@ def _run_chunk(model: Model, tokens: Tensor, cells: Sequence[Sequence[Edit]], ca
             cell = activation[row]
             before = cell[edit.index].clone()
             cell[edit.index] = edit.value.to(cell.dtype)
-            changed[row] += int((cell[edit.index] != before).sum())
+            after = cell[edit.index]
+            largest = torch.maximum(before.abs().amax(), after.abs().amax())
+            changed[row] += int(((after - before).abs() > ROUNDING * torch.finfo(cell.dtype).eps * largest).sum())
         return activation
 
     unknown = [site for site in by_site if site not in model.hook_dict]  # type: ignore[attr-defined]

@@ -16,12 +16,21 @@ import analyses
 from analyses.axes import AXES, UNITS
 from analyses.catalogue import ANALYSES, find
 from analyses.spec import Analysis, KnobError
-from models.hooked import content_hash
+from models.hooked import content_hash, load
 from workbench import figures
 from workbench.render.matplotlib import figure
 from workbench.render.plain import Rows, marks
 
 every = pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.slug)
+RESULTS: dict[str, xr.Dataset] = {}
+
+
+@pytest.fixture
+def dataset(analysis: Analysis, stored: Any) -> xr.Dataset:
+    """The analysis at its defaults on the stored checkpoint, computed once for all the tests that only look at it."""
+    if analysis.slug not in RESULTS:
+        RESULTS[analysis.slug] = analysis(load(stored))
+    return RESULTS[analysis.slug].copy(deep=True)
 
 
 def test_every_analysis_in_the_folder_is_in_the_catalogue() -> None:
@@ -41,8 +50,7 @@ def test_a_file_bears_its_analysis_name(analysis: Analysis) -> None:
 
 
 @every
-def test_result_is_labelled_in_the_glossary(analysis: Analysis, small_model: Any) -> None:
-    dataset = analysis(small_model)
+def test_result_is_labelled_in_the_glossary(analysis: Analysis, dataset: xr.Dataset) -> None:
     assert {str(dim) for dim in dataset.dims} <= AXES.keys()
     for name, variable in dataset.data_vars.items():
         assert variable.attrs["long_name"], name
@@ -54,8 +62,8 @@ def test_result_is_labelled_in_the_glossary(analysis: Analysis, small_model: Any
 
 
 @every
-def test_result_says_where_it_came_from(analysis: Analysis, small_model: Any) -> None:
-    attrs = analysis(small_model).attrs
+def test_result_says_where_it_came_from(analysis: Analysis, dataset: xr.Dataset, small_model: Any) -> None:
+    attrs = dataset.attrs
     assert attrs["analysis"] == analysis.slug
     assert attrs["checkpoint"] == "small"
     assert attrs["checkpoint_id"] == content_hash(small_model)
@@ -64,8 +72,8 @@ def test_result_says_where_it_came_from(analysis: Analysis, small_model: Any) ->
 
 
 @every
-def test_same_model_same_numbers(analysis: Analysis, small_model: Any) -> None:
-    xr.testing.assert_identical(analysis(small_model), analysis(small_model))
+def test_same_model_same_numbers(analysis: Analysis, dataset: xr.Dataset, small_model: Any) -> None:
+    xr.testing.assert_identical(analysis(small_model), dataset)
 
 
 @every
@@ -91,10 +99,9 @@ def test_model_is_left_as_found(analysis: Analysis, small_model: Any) -> None:
 
 
 @every
-def test_every_renderer_draws_every_view(analysis: Analysis, small_model: Any) -> None:
+def test_every_renderer_draws_every_view(analysis: Analysis, dataset: xr.Dataset) -> None:
     from workbench.render.altair import chart
 
-    dataset = analysis(small_model)
     for view in analysis.fitting_views(dataset):
         drawn = marks(view, dataset)
         assert drawn.title
@@ -121,8 +128,7 @@ def test_every_view_is_reachable(analysis: Analysis, small_model: Any) -> None:
 
 
 @every
-def test_exports_are_written_and_repeatable(analysis: Analysis, small_model: Any) -> None:
-    dataset = analysis(small_model)
+def test_exports_are_written_and_repeatable(analysis: Analysis, dataset: xr.Dataset) -> None:
     magic = {".svg": b"<?xml", ".pdf": b"%PDF", ".png": b"\x89PNG", ".csv": b"", ".nc": b"\x89HDF"}
     for suffix, start in magic.items():
         content = figures.export(dataset, suffix)
@@ -132,8 +138,7 @@ def test_exports_are_written_and_repeatable(analysis: Analysis, small_model: Any
 
 
 @every
-def test_netcdf_round_trip(analysis: Analysis, small_model: Any, tmp_path: Any) -> None:
-    dataset = analysis(small_model)
+def test_netcdf_round_trip(analysis: Analysis, dataset: xr.Dataset, tmp_path: Any) -> None:
     path = figures.save(dataset, tmp_path / "result.nc")
     with xr.open_dataset(path, engine="h5netcdf") as read:
         xr.testing.assert_equal(read.load(), dataset)
@@ -147,8 +152,7 @@ def test_unknown_knob_is_one_sentence(analysis: Analysis, small_model: Any) -> N
 
 
 @every
-def test_python_lines_give_the_same_numbers(analysis: Analysis, small_model: Any, stored: Any) -> None:
-    dataset = analysis(small_model)
+def test_python_lines_give_the_same_numbers(analysis: Analysis, dataset: xr.Dataset, stored: Any) -> None:
     lines = analysis.python(str(stored), json.loads(dataset.attrs["knobs"]))
     scope: dict[str, Any] = {}
     exec(lines, scope)

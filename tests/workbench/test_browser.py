@@ -20,14 +20,17 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from analyses.catalogue import ANALYSES
-from models import checkpoint
+from analyses.passage import PASSAGE
+from models import checkpoint, corpus
 from models.config import GPTConfig
 from models.vocabulary import Vocabulary
 
 ARGUMENTS = ("--no-sandbox", "--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync")  # fmt: skip
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 60
+SECONDS = 120
+PICTURE = '[data-testid="stVegaLiteChart"] svg'
+ANYTHING = f'{PICTURE}, [data-testid="stDataFrame"] canvas'
 
 
 def _lack(reason: str) -> Any:
@@ -68,8 +71,12 @@ def name(tmp_path_factory: pytest.TempPathFactory, random_weights: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def address(name: str, browser: Any) -> Iterator[str]:
-    """A dashboard started by `workbench app` on a free port of this machine."""
+def address(name: str, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A dashboard started by `workbench app` on a free port of this machine; its corpus is the built-in passage."""
+    folder = tmp_path_factory.mktemp("home")
+    text = folder / "passage.txt"
+    text.write_text(PASSAGE, encoding="utf-8")
+    environment = os.environ | {corpus.VARIABLE: str(text), "XDG_CACHE_HOME": str(folder), "LOCALAPPDATA": str(folder)}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -77,7 +84,7 @@ def address(name: str, browser: Any) -> Iterator[str]:
     command += ["--port", str(port), "--checkpoint", name]
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
-        command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, start_new_session=True,
+        command, cwd=root, env=environment | {"PYTHONPATH": str(root)}, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
@@ -137,10 +144,14 @@ def look(tab: Any, url: str) -> None:
 
 
 def drawn(tab: Any) -> int:
-    """The number of charts, once every one of them is on the page."""
-    tab.locator('[data-testid="stVegaLiteChart"] svg').first.wait_for()
+    """The number of charts and tables, once every one of them is on the page."""
+    tab.locator(ANYTHING).first.wait_for()
     tab.wait_for_function("[...document.querySelectorAll('[data-testid=stVegaLiteChart]')].every(e => e.querySelector('svg'))")
-    return tab.locator('[data-testid="stVegaLiteChart"] svg').count()
+    return tab.locator(ANYTHING).count()
+
+
+def text_box(tab: Any) -> Any:
+    return tab.get_by_test_id("stSidebar").locator("textarea")
 
 
 def heads(tab: Any) -> Any:
@@ -181,7 +192,7 @@ def test_a_click_on_a_head_chooses_it_on_every_page(tab: Any, address: str) -> N
 
 def test_an_address_restores_the_view(tab: Any, address: str) -> None:
     look(tab, f"{address}/attention-patterns?text=KING%0AKING&layer=1&head=1")
-    expect(tab.locator("textarea")).to_have_value("KING\nKING")
+    expect(text_box(tab)).to_have_value("KING\nKING")
     expect(tab.get_by_text("The chosen head: L1H1")).to_have_count(1)
     drawn(tab)
     link = tab.url
@@ -197,21 +208,21 @@ def test_a_wrong_address_is_a_sentence(tab: Any, address: str) -> None:
     assert "Changed to" in told
     assert "moved to" in told
     assert "not a whole number" in told
-    expect(tab.locator('[data-testid="stVegaLiteChart"] svg')).to_have_count(2)
+    expect(tab.locator(PICTURE)).to_have_count(4)
 
 
 def test_a_wrong_text_stays_and_gives_a_sentence(tab: Any, address: str) -> None:
     look(tab, f"{address}/attention-patterns")
-    tab.locator("textarea").fill("KÖNIG")
-    tab.locator("textarea").press("Control+Enter")
+    text_box(tab).fill("KÖNIG")
+    text_box(tab).press("Control+Enter")
     tab.locator('[data-testid="stAlertContentError"]').wait_for()
     assert "'Ö'" in tab.locator('[data-testid="stAlertContentError"]').inner_text()
-    expect(tab.locator("textarea")).to_have_value("KÖNIG")
+    expect(text_box(tab)).to_have_value("KÖNIG")
 
 
 def test_downloads_are_what_they_say(tab: Any, address: str) -> None:
     look(tab, f"{address}/attention-patterns")
-    expect(tab.locator('[data-testid="stVegaLiteChart"] svg')).to_have_count(2)
+    expect(tab.locator(PICTURE)).to_have_count(4)
     tab.locator('[data-testid="stPopover"]').get_by_role("button", name="Download").last.click()
     for label, magic in (("PNG", b"\x89PNG"), ("PDF", b"%PDF"), ("CSV", b"layer,head,query_position,"), ("NetCDF", b"\x89HDF")):
         with tab.expect_download() as download:
