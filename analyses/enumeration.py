@@ -103,7 +103,7 @@ def enumeration(
 
 def _table(model: Model, length: int) -> Float[Tensor, "context char"]:
     """The model's n-gram table, kept on disk where it takes long."""
-    if length < 3:
+    if length == 1:
         return ngram_table(model, length)
     return kept(model, None, f"ngram-table-{length}-1", lambda: {"logprob": ngram_table(model, length)})["logprob"]
 

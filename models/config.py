@@ -251,9 +251,9 @@ def _attention_only(n_layers: int, norm: bool) -> Preset:
         n_ctx=128, d_model=128, n_layers=n_layers, n_heads=8, mlp=False, norm=norm, final_norm=norm, bias_attention=False
     )
     recipe = Recipe(
-        iterations=8000, initialisation="torch", repeated=0.5, weight_decay=0.0, muon_weight_decay=0.0,
+        iterations=4000, initialisation="torch", repeated=0.5, weight_decay=0.0, muon_weight_decay=0.0,
         moments=(0, 50, 100, 150, 175, 200, 225, 250, 275, 300, 350, 400, 450, 500, 550, 600, 625, 650, 675, 700, 750, 850, 1000,
-                 1300, 1700, 2400, 4000, 8000),
+                 1300, 1700, 2400, 4000),
     )  # fmt: skip
     return Preset(model, recipe)
 

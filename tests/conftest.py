@@ -99,6 +99,21 @@ def random_model(random_gpt: GPT, vocabulary: Vocabulary) -> Any:
 
 
 @pytest.fixture(scope="session")
+def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three random models of one shape as the moments of a run: twelve characters, two blocks of two heads."""
+    folder = tmp_path_factory.mktemp("films") / "random-film"
+    vocabulary = Vocabulary(tuple("\n $:GIKNORSf"))
+    config = GPTConfig(d_vocab=12, n_ctx=16, d_model=8, n_layers=2, n_heads=2, bias_qkv=True)
+    for number, step in enumerate((0, 10, 400)):
+        gpt = _random_weights(config).float()
+        with torch.no_grad():
+            gpt.token_embedding.weight *= 1 + number
+        path = checkpoint.save(folder / f"step-{step:05d}", gpt, vocabulary)
+        statistics.add(path, Corpus("twelve", "".join(vocabulary.characters) * 30, "none"))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def corpus_text() -> str:
     """About 6,000 characters of made-up words in lines, over the twelve characters of `vocabulary`."""
     draw = random.Random(0)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from analyses.ablation import ablation
 from analyses.attention_patterns import attention_patterns
@@ -20,28 +19,9 @@ from analyses.residual_stream import residual_stream
 from analyses.views import Heatmap, Lines
 from models import checkpoint, hooked, statistics
 from models.checkpoint import CheckpointError
-from models.config import GPTConfig
-from models.corpus import Corpus
-from models.vocabulary import Vocabulary
 from workbench.render.plain import beside, marks
 
 TEXT, OTHER = "KING:\nO $", "KINGS\nOf$"
-
-
-@pytest.fixture(scope="module")
-def film(tmp_path_factory: pytest.TempPathFactory, random_weights: Any) -> Path:
-    """Three random models of one shape as the moments of a run."""
-    folder = tmp_path_factory.mktemp("films") / "random-film"
-    vocabulary = Vocabulary(tuple("\n $:GIKNORSf"))
-    config = GPTConfig(d_vocab=12, n_ctx=16, d_model=8, n_layers=2, n_heads=2, bias_qkv=True)
-    for seed, step in enumerate((0, 10, 400)):
-        torch.manual_seed(seed)
-        gpt = random_weights(config).float()
-        with torch.no_grad():
-            gpt.token_embedding.weight *= 1 + seed
-        path = checkpoint.save(folder / f"step-{step:05d}", gpt, vocabulary)
-        statistics.add(path, Corpus("twelve", "".join(vocabulary.characters) * 30, "none"))
-    return folder
 
 
 def models_of(film: Path) -> list[Any]:

@@ -14,6 +14,7 @@ import pytest
 import xarray as xr
 
 from analyses.activation_patching import activation_patching
+from analyses.attention_patterns import attention_patterns
 from analyses.catalogue import ANALYSES
 from analyses.circuit_rank import circuit_rank
 from analyses.logit_lens import logit_lens
@@ -128,6 +129,49 @@ def test_a_panel_can_be_chosen(stored: Path, tmp_path: Path, capsys: Any, monkey
     assert list(pd.read_csv(out).columns) == ["layer", "position", "position_char", "kl_to_output"]
 
 
+def test_compare_writes_both_sides_and_their_difference(film: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    names = [str(film / step) for step in ("step-00010", "step-00400")]
+    out = tmp_path / "both.nc"
+    options = ("--checkpoint", names[0], "--second", names[1], "--knob", r"text=KING:\nO", "--panel", "3", "--out", str(out))
+    code, printed, err = in_process(capsys, monkeypatch, "compare", "logit-lens", *options)
+    assert (code, printed.strip()) == (0, str(out)), err
+    expected = [logit_lens(hooked.load(name), "KING:\nO").kl_to_output.values for name in names]
+    with xr.open_dataset(out, engine="h5netcdf") as read:
+        both = read.kl_to_output
+        for side, values in zip(("first", "second", "difference"), (*expected, expected[1] - expected[0]), strict=True):
+            np.testing.assert_array_equal(both.sel(side=side), values)
+
+
+def test_compare_takes_two_texts_of_one_checkpoint(film: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    out = tmp_path / "both.csv"
+    options = ("--checkpoint", str(film / "step-00010"), "--knob", "text=KING", "--second-knob", "text=RING", "--out", str(out))
+    code, _, err = in_process(capsys, monkeypatch, "compare", "attention-patterns", *options)
+    assert code == 0, err
+    table = pd.read_csv(out)
+    assert set(table.side) == {"first", "second", "difference"}
+    assert "K/R" in set(table.key_char)
+
+
+def test_over_training_adds_the_step_and_keeps_a_slice(film: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    out = tmp_path / "forming.nc"
+    options = ("--film", str(film), "--knob", "text=KING", "--at", "layer=1", "--at", "head=0", "--out", str(out))
+    code, _, err = in_process(capsys, monkeypatch, "over-training", "attention-patterns", *options)
+    assert code == 0, err
+    with xr.open_dataset(out, engine="h5netcdf") as read:
+        assert read.step.values.tolist() == [0, 10, 400]
+        for step in (0, 10, 400):
+            single = attention_patterns(hooked.load(film / f"step-{step:05d}"), text="KING").pattern.sel(layer=1, head=0)
+            np.testing.assert_array_equal(read.pattern.sel(step=step), single)
+
+
+def test_corpus_says_what_is_read(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    text = tmp_path / "small.txt"
+    text.write_bytes(b"abc\ncab\n" * 2_000)
+    code, out, _ = in_process(capsys, monkeypatch, "corpus", "--data", str(text))
+    assert code == 0
+    assert out.startswith("small.txt: 16,000 characters, 4 distinct, sha256 ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -135,6 +179,11 @@ def test_a_panel_can_be_chosen(stored: Path, tmp_path: Path, capsys: Any, monkey
         (("run", "logit-lens", "--text", "é", "--out", "x.svg"), "character 'é' at place 0"),
         (("run", "logit-lens", "--out", "x.jpg"), "cannot write 'x.jpg'; give a name that ends in one of .svg"),
         (("run", "circuit-rank", "--panel", "99", "--out", "x.svg"), "give one of: 1 Singular values of QK; 2 Singular values"),
+        (("compare", "qk-circuit", "--knob", "layer", "--out", "x.svg"), "expected name=value"),
+        (("compare", "logit-lens", "--panel", "99", "--out", "x.svg"), "panel 99 is not among this result's pictures"),
+        (("over-training", "circuit-rank", "--film", "nowhere", "--out", "x.svg"), "nowhere"),
+        (("over-training", "circuit-rank", "--at", "sausage=1", "--out", "x.svg"), "circuit-rank has no dimension 'sausage'"),
+        (("corpus", "--data", "nowhere.txt"), "nowhere.txt"),
         (("generate", "--temperature", "-1"), "temperature: got -1.0; expected a number of at least 0"),
     ],
 )
