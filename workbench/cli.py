@@ -185,9 +185,11 @@ def over_training(
 
 
 def _pair(text: str) -> tuple[str, str]:
+    from analyses.spec import KnobError
+
     name, equals, value = text.partition("=")
     if not equals:
-        raise typer.BadParameter(f"got {text!r}; expected name=value")
+        raise KnobError(f"got {text!r}; expected name=value")
     return name, _typed(value)
 
 

@@ -17,7 +17,7 @@ from analyses.logit_lens import logit_lens
 from analyses.over_training import OverTrainingError, over_training, views
 from analyses.residual_stream import residual_stream
 from analyses.views import Heatmap, Lines
-from models import checkpoint, hooked, statistics
+from models import hooked
 from models.checkpoint import CheckpointError
 from workbench.render.plain import beside, marks
 

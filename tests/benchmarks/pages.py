@@ -4,8 +4,8 @@
 
 Each analysis runs in a process of its own: loading is not counted, the first run is (a page's first visit), and the median
 of the turns after it. What keeps its computation on disk, because it reads the whole corpus or all inputs, is marked: its
-first run starts with an empty cache. Seconds depend on the machine, so each is also given as a ratio to one plain forward pass over a full
-window with every hook point cached, timed in the same process. Nothing else should run meanwhile.
+first run starts with an empty cache. Seconds depend on the machine, so each is also given as a ratio to one plain forward
+pass over a full window with every hook point cached, timed in the same process. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def drawn(tab: Any) -> int:
 
 
 def text_box(tab: Any) -> Any:
-    return tab.get_by_test_id("stSidebar").locator("textarea")
+    return tab.get_by_test_id("stSidebar").get_by_role("textbox", name="Text to read")
 
 
 def heads(tab: Any) -> Any:

@@ -149,7 +149,7 @@ def test_compare_takes_two_texts_of_one_checkpoint(film: Path, tmp_path: Path, c
     assert code == 0, err
     table = pd.read_csv(out)
     assert set(table.side) == {"first", "second", "difference"}
-    assert "K/R" in set(table.key_char)
+    assert "K/R" in set(table.key_position_char)
 
 
 def test_over_training_adds_the_step_and_keeps_a_slice(film: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -191,7 +191,8 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     arguments: tuple[str, ...], sentence: str, stored: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = in_process(capsys, monkeypatch, *arguments, "--checkpoint", str(stored))
+    named = () if arguments[0] in ("over-training", "corpus") else ("--checkpoint", str(stored))
+    code, out, err = in_process(capsys, monkeypatch, *arguments, *named)
     assert code == 2
     assert sentence in err
     assert err.startswith("workbench: ")
