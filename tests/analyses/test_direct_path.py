@@ -46,7 +46,7 @@ def test_positions_are_one_more_bias(with_counts: Any) -> None:
     """It is as if their mean were in every row of W_E; and with all places alike it is the model as it stands."""
     before = direct_path(with_counts)
     with torch.no_grad():
-        with_counts.embed.W_E += with_counts.pos_embed.W_pos.mean(0)
+        with_counts.embed.W_E.add_(with_counts.pos_embed.W_pos.mean(0))
         np.testing.assert_allclose(direct_path(with_counts, place="none").logit, before.logit, rtol=0, atol=1e-12)
         with_counts.pos_embed.W_pos[:] = with_counts.pos_embed.W_pos[3].clone()
         own = with_counts(encode(with_counts, "abcdef")[None])[0]

@@ -67,7 +67,7 @@ def test_shares_are_covariances_and_add_up_to_one(random_model: Any) -> None:
 def test_a_constant_on_the_queries_side_moves_no_share(random_model: Any) -> None:
     before = qk_blocks(random_model, TEXT)
     with torch.no_grad():
-        random_model.blocks[0].attn.b_K += 1
+        random_model.blocks[0].attn.b_K.add_(1)
     after = qk_blocks(random_model, TEXT)
     assert np.abs(after.score.sel(part="query-bias") - before.score.sel(part="query-bias")).max() > 1e-2
     np.testing.assert_allclose(after.share, before.share, rtol=0, atol=1e-10)
