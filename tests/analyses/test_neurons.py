@@ -189,7 +189,7 @@ def test_a_text_shorter_than_what_is_kept(random_model: Any, words: Corpus) -> N
     short = Corpus("short", "abcdefghij" * 2 + "a", "short")
     assert neuron_statistics(random_model, short).top_activation.shape == (2, 64, 20)
     with torch.no_grad():
-        random_model.blocks[0].mlp.W_in += 0.1
+        random_model.blocks[0].mlp.W_in.add_(0.1)
     few = Corpus("few", "abcdefghij" * 2, "few")  # one window of ten
     assert neuron_statistics(random_model, few).top_place[1, 3].sort().values.tolist() == list(range(10))
 
